@@ -35,6 +35,7 @@ PACKAGES = (
     "sparse_rl.recipe",
     "rollout",
     "rollout.context",
+    "trainer",
     "rewards",
 )
 ENTRY = re.compile(r"^(\w+(?:, \w+)*) : ", re.M)

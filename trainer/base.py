@@ -41,8 +41,8 @@ from sparse_rl.policies.base import Policy
 from sparse_rl.progress import stage
 from trainer.arguments import refusals
 from trainer.checkpoint import (
+    MANIFEST,
     PARTIAL,
-    STATE_FILE,
     checkpoint_to_resume,
     clear_partial,
     failure,
@@ -51,6 +51,7 @@ from trainer.checkpoint import (
     locked,
     newest_whole,
     publish,
+    read_manifest,
     refuse_used,
     remove,
     rows_fingerprint,
@@ -60,6 +61,7 @@ from trainer.checkpoint import (
 )
 from trainer.config import ScorersConfig
 from trainer.losses import ScorerLoss
+from trainer.reshard import STATE_FILE, Layout, reshard, settle
 from trainer.sampler import SamplerSettings
 
 logger = logging.getLogger("sparse_rl")
@@ -160,6 +162,7 @@ class Resumable(Trainer):
     _writing = False
     _ended = False
     _resumed: str | None = None  # the checkpoint that this run resumes
+    _copied: str | None = None  # its copy for this launch, until that is loaded
     _initial: list[int] | None = None  # sums of the initial weights; None if an older checkpoint lacks them
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -335,12 +338,14 @@ class Resumable(Trainer):
         self.accelerator.wait_for_everyone()
         files = gather_object(list(file_digests(partial, slice(rank, None, ranks)).items()))
         if self.is_world_process_zero():
-            plugin = self.accelerator.state.deepspeed_plugin
-            launch = {"processes": ranks, "zero_stage": 0 if plugin is None else plugin.zero_stage}
             about = {"recipe": self.recipe or self.own_settings(), "inputs": self.inputs, "versions": versions()}
-            write_manifest(partial, dict(files), step=self.state.global_step, **launch, **about)
+            write_manifest(partial, dict(files), step=self.state.global_step, **self._launch(), **about)
             publish(partial, run / partial.name)
             keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _launch(self) -> dict[str, int]:
+        plugin = self.accelerator.state.deepspeed_plugin
+        return {"processes": self.accelerator.num_processes, "zero_stage": 0 if plugin is None else plugin.zero_stage}
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Write no card: only the final model has one (trainer/export.py)."""
@@ -351,8 +356,7 @@ class Resumable(Trainer):
         """Return the settings of a training without a recipe, as plain data: the arguments of the trainer."""
         sampled = {} if self.sampler is None else self.sampler.described()
         given: Any = {"kind": getattr(self.args, "kind", None), **self.args.to_dict(), **sampled}
-        launch = {"processes": self.accelerator.num_processes, "zero_stage": getattr(self.args, "zero_stage", 0)}
-        return json.loads(json.dumps({**given, "launch": launch}, default=str))
+        return json.loads(json.dumps({**given, "launch": self._launch()}, default=str))
 
     def own_inputs(self) -> dict[str, str]:
         """Return the fingerprints of the rows and of the start model's files. Functions, as rewards, have none."""
@@ -363,32 +367,64 @@ class Resumable(Trainer):
             inputs |= {f"model/{name}": value for name, value in files.items()}
         return inputs
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, or continue from a checkpoint: a directory, or True for the newest complete one in output_dir.
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, or continue from a checkpoint: a directory, or True for the newest complete one in output_dir. One of
+        another launch is first converted (reshard.py).
 
         Without a recipe, this checks what `sparse-rl train` checks: that no run in output_dir is overwritten or in use,
         that the checkpoint is complete, and that arguments, rows and model are those of the run that it continues.
         Raises UserError otherwise, on every process.
         """
-        if self.recipe is not None:  # the command has checked the same
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        checkpoint: Any = None
-        wrong, run, first = "", str(self.args.output_dir), self.is_world_process_zero()
-        with locked(run) if first else nullcontext():
+        first, alone = self.is_world_process_zero(), self.recipe is None  # with a recipe, the command has checked them
+        with locked(str(self.args.output_dir)) if first and alone else nullcontext():
+            if alone:
+                resume_from_checkpoint = self._checked(resume_from_checkpoint)
             if first:
-                self.inputs = self.own_inputs()
-                try:
-                    if resume_from_checkpoint:
-                        which = "newest" if resume_from_checkpoint is True else str(resume_from_checkpoint)
-                        checkpoint = str(checkpoint_to_resume(which, self.own_settings(), self.inputs))
-                    else:
-                        refuse_used(run)
-                except UserError as error:
-                    wrong = str(error).replace("--resume", "resume_from_checkpoint")
-            checkpoint, wrong = broadcast_object_list([checkpoint, wrong])
-            if wrong:
-                raise UserError(wrong)
-            return super().train(checkpoint, *args, **kwargs)
+                clear_partial(Path(self._get_output_dir(None)))
+            if isinstance(resume_from_checkpoint, str) and (Path(resume_from_checkpoint) / MANIFEST).is_file():
+                manifest, launch = read_manifest(Path(resume_from_checkpoint)), self._launch()
+                earlier = manifest["recipe"]
+                if earlier and launch != {name: manifest[name] for name in launch}:
+                    resume_from_checkpoint = self._copied = self._for_this_launch(resume_from_checkpoint, earlier)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _checked(self, resume: str | bool | None) -> str | None:
+        """Return the checkpoint to resume in a training without a recipe. The first process checks for all."""
+        checkpoint, wrong = None, ""
+        if self.is_world_process_zero():
+            self.inputs = self.own_inputs()
+            try:
+                if resume:
+                    which = "newest" if resume is True else str(resume)
+                    checkpoint = str(checkpoint_to_resume(which, self.own_settings(), self.inputs))
+                else:
+                    refuse_used(str(self.args.output_dir))
+            except UserError as error:
+                wrong = str(error).replace("--resume", "resume_from_checkpoint")
+        checkpoint, wrong = broadcast_object_list([checkpoint, wrong])
+        if wrong:
+            raise UserError(wrong)
+        return checkpoint
+
+    def _for_this_launch(self, checkpoint: str, earlier: Mapping[str, Any]) -> str:
+        """Return a copy of a checkpoint that was written under the recipe `earlier`; the first process makes it."""
+        place = Path(self._get_output_dir(None)) / PARTIAL / Path(checkpoint).name
+        if self.is_world_process_zero():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with reading(checkpoint):
+                reshard(Path(checkpoint), place, Layout.of(earlier), Layout.of(self.recipe or self.own_settings()))
+        self.accelerator.wait_for_everyone()
+        if (plugin := self.accelerator.state.deepspeed_plugin) is not None:
+            plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
+        return str(place)
+
+    def _drop_copy(self) -> None:
+        """Remove the copy, when all of it is loaded."""
+        if self._copied is not None:
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                remove(Path(self._copied))
+            self._copied = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         target: Any = self.model if model is None else model
@@ -417,11 +453,16 @@ class Resumable(Trainer):
     def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
         self._resumed = checkpoint
         with reading(checkpoint):  # loads the optimizer, the scheduler, and all of DeepSpeed's state
-            return super()._prepare_for_training(max_steps, dataloader, checkpoint)
+            prepared = super()._prepare_for_training(max_steps, dataloader, checkpoint)
+            if self._copied is not None and (plugin := self.accelerator.state.deepspeed_plugin) is not None:
+                del plugin.deepspeed_config["checkpoint"]
+                settle(cast(Any, self).deepspeed.optimizer.optimizer, Path(self._copied))
+            return prepared
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with reading(checkpoint):
             super()._load_rng_state(checkpoint)
+        self._drop_copy()
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         places = super()._init_training_state(max_steps, *args)
@@ -433,6 +474,7 @@ class Resumable(Trainer):
         """Run an epoch, but none if the resumed run had already ended: transformers would take one more step."""
         if self._ended or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
+            self._drop_copy()
         else:
             super()._run_epoch(*args, **kwargs)
 
@@ -449,7 +491,6 @@ class Resumable(Trainer):
         else:
             self._initial = bit_sums(self._weights())
         if self.is_world_process_zero():
-            clear_partial(run)
             for path in set_aside_later(run, self.state.global_step) if checkpoint is not None else ():
                 logger.warning("a checkpoint after step %d was renamed to %s", self.state.global_step, path)
         problems = ((label, not_finite_weight(model.named_parameters())) for label, model in self.models().items())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 from processes import ROOT, python
 from safetensors.torch import load_file
 
+from sparse_rl.errors import UserError
 from sparse_rl.models.directory import saved_policy
 
 PAGE = (ROOT / "docs/python.md").read_text(encoding="utf-8")
@@ -19,15 +21,25 @@ GRPO = ("Data", "Train: GRPO")
 
 
 def run(folder: Path, *names: str, launcher: tuple[str, ...] = (), **changed: str) -> str:
-    """Run blocks of the page as one script, and return its errors. changed : old text -> new text in the blocks"""
+    """Run blocks of the page as one script, in this process unless a launcher is given, and return its errors.
+
+    changed : old text -> new text in the blocks
+    """
     script = "".join(BLOCKS[name] for name in names)
     for old, new in changed.items():
         assert old in script
         script = script.replace(old, new)
     folder.mkdir(exist_ok=True)
-    (folder / "script.py").write_text(script)
-    process: subprocess.CompletedProcess = python(*launcher, "script.py", cwd=folder, timeout=1200)
-    return process.stderr if process.returncode else ""
+    if launcher:
+        (folder / "script.py").write_text(script)
+        process: subprocess.CompletedProcess = python(*launcher, "script.py", cwd=folder, timeout=1200)
+        return process.stderr if process.returncode else ""
+    with chdir(folder):
+        try:
+            exec(compile(script, "script", "exec"), {})
+        except UserError as error:
+            return str(error)
+    return ""
 
 
 def test_sampling_on_the_page_is_replayed_exactly():

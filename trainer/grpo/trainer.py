@@ -49,7 +49,7 @@ from sparse_rl.trace.sections import SUPPORT
 from trainer.arguments import ReplayedArguments, check_adapters, model_options, weights_dtype, with_settings
 from trainer.base import Resumable, text_parts
 from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig
-from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock
+from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock, show_panels
 from trainer.grpo.sync import WeightSync
 from trainer.sampler import SamplerSettings
 from trainer.weights import carry_scorers, load_reference, reference_state
@@ -197,6 +197,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         with text_parts(grpo_trainer):
             super().__init__(**given)
         check_made(self)
+        show_panels(self.callback_handler.callbacks)
         for model in filter(None, (self.model, self.ref_model)):
             adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model
             refuse_reentrant_checkpointing(model)
