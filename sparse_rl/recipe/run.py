@@ -529,7 +529,7 @@ class TrainRecipe(Recipe):
         """
         from sparse_rl.models.directory import saved_policy
         from sparse_rl.models.load import changed_generation_settings
-        from sparse_rl.recipe.resume import checkpoint_to_resume
+        from trainer.checkpoint import checkpoint_to_resume
 
         for backend in self.training.report_to:
             if importlib.util.find_spec(backend) is None:
@@ -552,7 +552,7 @@ class TrainRecipe(Recipe):
         findings |= kernels
         checkpoint = None
         if resume is not None:
-            checkpoint = checkpoint_to_resume(recipe.resolved(), resume, run.inputs())
+            checkpoint = checkpoint_to_resume(resume, recipe.resolved(), run.inputs())
             findings["resume"] = str(checkpoint)
         for topic in ("rollouts", "attention kernel", "scorers' target", "generation config"):
             if here and topic in findings:
