@@ -411,8 +411,13 @@ class Resumable(Trainer):
         place = Path(self._get_output_dir(None)) / PARTIAL / Path(checkpoint).name
         if self.is_world_process_zero():
             place.parent.mkdir(parents=True, exist_ok=True)
-            with reading(checkpoint):
-                reshard(Path(checkpoint), place, Layout.of(earlier), Layout.of(self.recipe or self.own_settings()))
+            try:
+                with reading(checkpoint):
+                    settings = self.recipe or self.own_settings()
+                    reshard(Path(checkpoint), place, Layout.of(earlier), Layout.of(settings))
+            except UserError:
+                remove(place)
+                raise
         self.accelerator.wait_for_everyone()
         if (plugin := self.accelerator.state.deepspeed_plugin) is not None:
             plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
