@@ -39,14 +39,15 @@ from sparse_rl.policies.base import Policy
 from sparse_rl.progress import stage
 from trainer.arguments import refusals
 from trainer.checkpoint import (
+    MANIFEST,
     PARTIAL,
-    STATE_FILE,
     clear_partial,
     failure,
     file_digests,
     keep_last,
     newest_whole,
     publish,
+    read_manifest,
     remove,
     set_aside_later,
     versions,
@@ -54,6 +55,7 @@ from trainer.checkpoint import (
 )
 from trainer.config import ScorersConfig
 from trainer.losses import ScorerLoss
+from trainer.reshard import STATE_FILE, Layout, reshard, settle
 
 logger = logging.getLogger("sparse_rl")
 LOGGED = ("loss", "train_loss", "grad_norm")
@@ -148,6 +150,7 @@ class Resumable(Trainer):
     _writing = False
     _ended = False
     _resumed: str | None = None  # the checkpoint that this run resumes
+    _copied: str | None = None  # its copy for this launch, until that is loaded
     _initial: list[int] | None = None  # sums of the initial weights; None if an older checkpoint lacks them
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -323,17 +326,50 @@ class Resumable(Trainer):
         self.accelerator.wait_for_everyone()
         files = gather_object(list(file_digests(partial, slice(rank, None, ranks)).items()))
         if self.is_world_process_zero():
-            plugin = self.accelerator.state.deepspeed_plugin
-            launch = {"processes": ranks, "zero_stage": 0 if plugin is None else plugin.zero_stage}
             about = {"recipe": self.recipe, "inputs": self.inputs, "versions": versions()}
-            write_manifest(partial, dict(files), step=self.state.global_step, **launch, **about)
+            write_manifest(partial, dict(files), step=self.state.global_step, **self._launch(), **about)
             publish(partial, run / partial.name)
             keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _launch(self) -> dict[str, int]:
+        plugin = self.accelerator.state.deepspeed_plugin
+        return {"processes": self.accelerator.num_processes, "zero_stage": 0 if plugin is None else plugin.zero_stage}
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Write no card: only the final model has one (trainer/export.py)."""
 
     # ---- resuming -------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, from a checkpoint if one is given. One of another launch is first converted (reshard.py)."""
+        if self.is_world_process_zero():
+            clear_partial(Path(self._get_output_dir(None)))
+        if isinstance(resume_from_checkpoint, str) and (Path(resume_from_checkpoint) / MANIFEST).is_file():
+            manifest, launch = read_manifest(Path(resume_from_checkpoint)), self._launch()
+            earlier = manifest["recipe"]
+            if earlier and self.recipe and launch != {name: manifest[name] for name in launch}:
+                resume_from_checkpoint = self._copied = self._for_this_launch(resume_from_checkpoint, earlier)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _for_this_launch(self, checkpoint: str, earlier: Mapping[str, Any]) -> str:
+        """Return a copy of a checkpoint that was written under the recipe `earlier`; the first process makes it."""
+        place = Path(self._get_output_dir(None)) / PARTIAL / Path(checkpoint).name
+        if self.is_world_process_zero():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with reading(checkpoint):
+                reshard(Path(checkpoint), place, Layout.of(earlier), Layout.of(cast(Any, self.recipe)))
+        self.accelerator.wait_for_everyone()
+        if (plugin := self.accelerator.state.deepspeed_plugin) is not None:
+            plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
+        return str(place)
+
+    def _drop_copy(self) -> None:
+        """Remove the copy, when all of it is loaded."""
+        if self._copied is not None:
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                remove(Path(self._copied))
+            self._copied = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         target: Any = self.model if model is None else model
@@ -362,11 +398,16 @@ class Resumable(Trainer):
     def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
         self._resumed = checkpoint
         with reading(checkpoint):  # loads the optimizer, the scheduler, and all of DeepSpeed's state
-            return super()._prepare_for_training(max_steps, dataloader, checkpoint)
+            prepared = super()._prepare_for_training(max_steps, dataloader, checkpoint)
+            if self._copied is not None and (plugin := self.accelerator.state.deepspeed_plugin) is not None:
+                del plugin.deepspeed_config["checkpoint"]
+                settle(cast(Any, self).deepspeed.optimizer.optimizer, Path(self._copied))
+            return prepared
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with reading(checkpoint):
             super()._load_rng_state(checkpoint)
+        self._drop_copy()
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         places = super()._init_training_state(max_steps, *args)
@@ -378,6 +419,7 @@ class Resumable(Trainer):
         """Run an epoch, but none if the resumed run had already ended: transformers would take one more step."""
         if self._ended or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
+            self._drop_copy()
         else:
             super()._run_epoch(*args, **kwargs)
 
@@ -394,7 +436,6 @@ class Resumable(Trainer):
         else:
             self._initial = bit_sums(self._weights())
         if self.is_world_process_zero():
-            clear_partial(run)
             for path in set_aside_later(run, self.state.global_step) if checkpoint is not None else ():
                 logger.warning("a checkpoint after step %d was renamed to %s", self.state.global_step, path)
         problems = ((label, not_finite_weight(model.named_parameters())) for label, model in self.models().items())

@@ -31,12 +31,12 @@ from sparse_rl.errors import NotWrittenError, UserError, without_room
 from sparse_rl.files import make_folder, read_json, usual_permissions
 from sparse_rl.models.directory import RUN_MODEL
 from trainer.launch import once
+from trainer.reshard import KEYS, STATE_FILE, Layout, rng_file
 
 logger = logging.getLogger("sparse_rl")
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 LOCK_FILE = "run.lock"
-STATE_FILE = "progress_{rank}.pt"  # our own state of each process
 PARTIAL = "_partial"  # uploads to the Hub skip names that begin with an underscore
 READERS = 4  # number of files that are hashed in parallel
 FULL = 16 * 2**20  # a failed write counts as a full disk if there is no room for this number of bytes
@@ -191,7 +191,7 @@ def _parts(manifest: Mapping[str, Any]) -> Iterator[str]:
     ranks = manifest["processes"]
     yield from ("trainer_state.json", *(() if manifest["zero_stage"] else ("optimizer.pt", "scheduler.pt")))
     for rank in range(ranks):
-        yield from (STATE_FILE.format(rank=rank), f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth")
+        yield from (STATE_FILE.format(rank=rank), rng_file(rank, ranks))
 
 
 def _problems(folder: Path, files: Mapping[str, Mapping[str, Any]], contents: bool) -> Iterator[str]:
@@ -304,7 +304,10 @@ def _check_same(
         freely |= {*PATHS}  # of which the fingerprints count
         current, recorded, keys = current | dict(inputs), recorded | prints, keys | inputs.keys() | prints.keys()
     differ = sorted(key for key in keys if current.get(key) != recorded.get(key) and key not in freely)
-    if bad := [key for key in differ if key not in but_for_rounding]:
+    bad = [key for key in differ if key not in but_for_rounding]
+    if set(bad) <= {*KEYS} and manifest["recipe"] and Layout.of(resolved).follows(Layout.of(manifest["recipe"])):
+        bad = []
+    if bad:
         files = all(key in prints or key in (inputs or {}) or key.endswith(".sha256") for key in bad)
         what, mend = ("other rows or files", "Restore them") if files else ("another recipe", "Set the old values")
         bad = differ if files else bad  # a key that may change may have changed the rows

@@ -143,7 +143,7 @@ def test_the_table_lists_every_name():
     checked = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
     checked |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}
     checked |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}
-    checked |= {"create_model_from_path", "maybe_gather_lm_head_ctx"}
+    checked |= {"create_model_from_path", "maybe_gather_lm_head_ctx", "INTEGRATION_TO_CALLBACK"}
     checked |= {"TrainingArguments.logging_nan_inf_filter", "Accelerator.optimizer_step_was_skipped"}
     checked |= {"unset_hf_deepspeed_config", "deepspeed.ops.__compatible_ops__"}
     section = DOCUMENT.read_text().split("## TRL and transformers")[1].split("\n## ")[0]

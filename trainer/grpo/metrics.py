@@ -9,13 +9,15 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rollout.engine import Rollout
 from rollout.measure.mismatch import percentile
@@ -27,6 +29,15 @@ from sparse_rl.policies.base import Policy
 
 logger = logging.getLogger("sparse_rl")
 PARTS = ("sync", "generate", "rewards", "logprobs")
+# Trackers sort by name, so the metrics that one opens first are logged there under these names, too.
+PANELS = {
+    "reward": "1_reward",
+    "replay/gap_mean": "2_replay_gap",
+    "cache/retention": "3_cache_retention",
+    "completions/mean_length": "4_completion_length",
+    "entropy": "5_entropy",
+    "time/tokens_per_second": "6_tokens_per_second",
+}
 
 
 class StepClock:
@@ -187,6 +198,23 @@ def check_gap(what: str, mean: float, limit: float) -> None:
     if mean > limit:
         name, causes = CAUSES[what]
         raise ReplayGapError(f"{what}: {name} is {mean:.2e}, beyond the limit {limit:.2e}. {causes}")
+
+
+def with_panels(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the logs of training or validation, after the numbers of PANELS that they contain."""
+    named = [(prefix + name, prefix + panel) for prefix in ("", "eval_") for name, panel in PANELS.items()]
+    return {**{panel: logs[name] for name, panel in named if logs.get(name) is not None}, **logs}
+
+
+def show_panels(callbacks: Iterable[Any]) -> None:
+    """Make the callbacks of trackers (W&B, TensorBoard, trackio) log PANELS, but no other callback."""
+
+    def log(on_log: Callable, *given: Any, logs: dict[str, Any], **more: Any) -> None:
+        on_log(*given, logs=with_panels(logs), **more)
+
+    for callback in callbacks:
+        if type(callback) in INTEGRATION_TO_CALLBACK.values():
+            callback.on_log = partial(log, callback.on_log)
 
 
 class GRPOMetrics:
