@@ -88,7 +88,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class GrowingSchedule(Schedule):
-    """What a compaction leaves is a function of the tokens seen: linear between knots, rounded down, else constant.
+    """The number of entries left is a function of the tokens seen: linear between knots, rounded down, else constant.
 
     `budget` is the smallest number of entries.
 

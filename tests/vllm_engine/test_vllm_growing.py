@@ -8,13 +8,14 @@ from unittest import mock
 import pytest
 import torch
 from judging import wrong_traces
-from test_vllm_memory import BLOCK, with_blocks
+from test_vllm_memory import BLOCK, BLOCK_BYTES, with_blocks
 from test_vllm_replay import TRAINED, quickstart_prompts
 from ties import replay_gap
 from tiny import policy_of, random_prompts
 from watching import watched
 
 from rollout import SamplingConfig, make_engine
+from rollout.vllm.memory import pool_bytes
 from rollout.vllm.scheduler import HOLDING, EvictingManager
 
 GROWS = {"tokens": [30, 60, 120], "entries": [24, 40, 72]}
@@ -45,6 +46,9 @@ def test_blocks_are_allocated_as_the_budget_grows(entries: list[int], open_engin
     policy = policy_of("gkv", budget={"tokens": [100, 400], "entries": entries}, window=8, period=32)
     schedule, owned = policy.schedule, dict[str, list[int]]()
     engine = with_blocks(open_engine, policy, 60, 8)
+    sizes = {"max_model_len": 1280, "max_prompt": 256, "max_batch": 8, "dtype": "float32", "exact": True}
+    pool = pool_bytes(policy, {**sizes, "tensor_parallel": 1}, engine.config, False)
+    assert pool == (9 * -(-max(256, schedule.peak) // BLOCK) + 1) * BLOCK_BYTES
     allocate = EvictingManager.allocate_new_blocks
 
     def watch(self: EvictingManager, request: str, tokens: int, own: int) -> list:
