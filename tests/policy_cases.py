@@ -10,4 +10,5 @@ PRESSED = ["press"]  # needs kvpress: tests/methods/press
 SAMPLED = [name for name in CONFIGS if name not in (*LEARNED, *PAGED, *PRESSED)]
 ON_VLLM = [name for name in SAMPLED if name != "lined"]  # the number of entries of this policy keeps growing
 BOUNDED = [name for name in SAMPLED if "budget" in accepted_parameters(name)]
+GROWING = [name for name in BOUNDED if name != "am"]  # their budgets may grow with the tokens seen
 EVICTING = [name for name in SAMPLED if name != "full"]

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "policies": ("configurations", "attention", "kernels", "trace"),
     "methods": ("configurations", "attention", "kernels", "policies", "trace"),
     "models": ("configurations", "policies", "methods", "attention"),
-    "analysis": ("methods", "trace"),
+    "analysis": ("configurations", "methods", "trace"),
     "recipe": ("configurations", *CORE, "rollout", "trainer", "rewards"),
     "rollout": ("configurations", *CORE),
     "trainer": ("configurations", *CORE, "rollout"),

@@ -13,6 +13,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 
 from sparse_rl.errors import UserError, one_line
+from sparse_rl.methods.config import budget_words
 
 # The colour of each method in all pictures. The first colours are from Okabe and Ito's palette for the colour-blind.
 COLOURS = {
@@ -93,8 +94,8 @@ def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
     settings = policy_settings(fingerprint)
     if "policy" not in settings:
         return None, "unnamed policy"
-    name, budget = str(settings["policy"]), settings.get("budget")
-    return name, one_line(name, 40) + (f", budget {budget}" if type(budget) is int else "")
+    name, budget = str(settings["policy"]), budget_words(settings.get("budget"))
+    return name, one_line(name, 40) + (f", budget {one_line(budget, 40)}" if budget else "")
 
 
 def subject(fingerprint: Mapping[str, str]) -> str:

@@ -26,6 +26,7 @@ from sparse_rl.analysis.results import Group, has_line, plot_gap, plot_metric
 from sparse_rl.analysis.tables import model_label
 from sparse_rl.analysis.traces import records_pages, unpaged
 from sparse_rl.config import dotted
+from sparse_rl.methods.config import budget_words
 from sparse_rl.metrics import read_metrics, why_unchanged
 from sparse_rl.trace import NEVER, EvictionTrace
 
@@ -172,7 +173,8 @@ def _settings(kind: str | None, runs: Sequence[ReportedRun]) -> str:
             kept = f"top-p, top-k or min-p kept {_mean(mass):.1%} of the probability"
             notes.append(html.note(f"{run.label}: {kept}. The rest was not trained: evaluate with the same settings."))
         cache_block = dict(recipe.get("cache") or {})
-        policy = " ".join(str(cache_block[key]) for key in ("policy", "budget") if key in cache_block)
+        words = str(cache_block.get("policy", "")), budget_words(cache_block.get("budget"))
+        policy = " ".join(filter(None, words))
         trained = f"{policy}; full attention in training" if run.method == "mismatched" else policy
         rewards, seconds = logged(log, "reward"), logged(log, "step_time")
         sizes = [logged(log, f"cache/bytes_{which}") for which in ("held", "full")]

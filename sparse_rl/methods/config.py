@@ -18,6 +18,7 @@ from sparse_rl.policies.config import (
     EvictingConfig,
     FullConfig,
     GKVConfig,
+    GrowingBudget,
     H2OConfig,
     LinedConfig,
     MorphKVConfig,
@@ -27,6 +28,7 @@ from sparse_rl.policies.config import (
     SnapKVConfig,
     StreamingConfig,
     TovaConfig,
+    budget_words,
 )
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "EvictingConfig",
     "FullConfig",
     "GKVConfig",
+    "GrowingBudget",
     "H2OConfig",
     "KVpopPolicyConfig",
     "LayeredConfig",
@@ -52,6 +55,7 @@ __all__ = [
     "StreamingConfig",
     "TovaConfig",
     "accepted_parameters",
+    "budget_words",
 ]
 
 CONFIGS: dict[str, type[PolicyConfig]] = {
