@@ -16,6 +16,7 @@ from huggingface_hub.utils import httpx
 from sparse_rl.attention.families import family_only_hf
 from sparse_rl.errors import NotFiniteError, StoppedError, UserError
 from sparse_rl.methods.config import PolicyConfig
+from sparse_rl.models.centres import copy_centres
 from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.models.load import base_of, load_config, save_tokenizer
 from sparse_rl.policies.base import Policy
@@ -89,6 +90,7 @@ def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | N
         model.generation_config.save_pretrained(folder)
         if cache is not None:
             save_policy(folder, make_policy(cache))
+            copy_centres(base_of(model).config._name_or_path, folder, make_policy(cache))
 
 
 def _restore(config: Any) -> None:
