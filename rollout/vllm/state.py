@@ -248,7 +248,7 @@ class CacheState:
         self.heads = torch.arange(heads, device=self.device)
         if isinstance(self.policy, TriAttention):
             group, own = layer.num_heads // heads, paged.own_heads(heads)
-            centres, _ = read_centres(vllm_config.model_config.model)
+            centres = read_centres(vllm_config.model_config.model)
             self.policy = self.policy.with_centres(centres.of_heads(slice(group * own.start, group * own.stop)))
         rows = vllm_config.scheduler_config.max_num_seqs
         rows += most_holders(self.policy, rows)

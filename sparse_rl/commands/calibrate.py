@@ -43,9 +43,6 @@ def run(options: argparse.Namespace, session: Session) -> int:
     ids = load_tokenizer(directory).encode(text)[: min(options.tokens, longest)]
     if len(ids) < LEAST:
         raise UserError(f"{options.text} has {len(ids)} tokens; at least {LEAST} are needed", "TEXT")
-    centres = measure_centres(model, ids)
-    file = write_centres(directory, centres, f"{len(ids)} tokens of {options.text.name}")
-    layers, heads, _ = centres.centre.shape
-    print(f"{file}: centres of {layers} layers x {heads} query heads, from {len(ids):,} tokens")
-    print(f"concentration {centres.concentration:.2f} (1: all queries of a head are equal, 0: they have no centre)")
+    file = write_centres(directory, measure_centres(model, ids))
+    print(f"{file}: centres of the queries of {directory}, from {len(ids):,} tokens")
     return 0

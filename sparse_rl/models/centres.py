@@ -22,17 +22,13 @@ from sparse_rl.models.load import base_of, load_config
 from sparse_rl.models.weights import Identity, identify
 from sparse_rl.policies.base import Policy
 
-logger = logging.getLogger("sparse_rl")
-FORMAT_VERSION = "1"
 
-
-def write_centres(directory: str | Path, centres: Centres, source: str) -> Path:
-    """Write the centres into the directory of their model. Returns the file. source : a description of their text"""
+def write_centres(directory: str | Path, centres: Centres) -> Path:
+    """Write the centres into the directory of their model. Returns the file."""
     from safetensors.torch import save_file
 
     file, model = Path(directory) / CENTRES_FILE, identify(directory)
-    about = {"format_version": FORMAT_VERSION, "model": model.name, "fingerprint": model.fingerprint}
-    about |= {"rope": _rope(load_config(str(directory))), "source": source}
+    about = {"model": model.name, "fingerprint": model.fingerprint, "rope": _rope(load_config(str(directory)))}
     try:
         save_file({name: value.contiguous() for name, value in vars(centres).items()}, file, about)
     except Exception as error:  # of the operating system, or of the library
@@ -41,49 +37,46 @@ def write_centres(directory: str | Path, centres: Centres, source: str) -> Path:
     return file
 
 
-def read_centres(directory: str | Path) -> tuple[Centres, str]:
-    """Read the centres in a model's directory, and the description of their text.
+def read_centres(directory: str | Path) -> Centres:
+    """Read the centres in a model's directory.
 
     Raises UserError if there are none, or if they belong to a model with other weights, shapes or RoPE.
     """
-    file = Path(directory) / CENTRES_FILE
+    file, calibrate = Path(directory) / CENTRES_FILE, f"sparse-rl calibrate {directory} TEXT"
     if not file.is_file():
-        mend = f"sparse-rl calibrate {directory} TEXT measures centres of the model's queries"
-        raise UserError(f"the policy triattention needs {file}; {mend}", "cache.policy")
+        raise UserError(f"the policy triattention needs {file}; measure centres: {calibrate}", "cache.policy")
     config = load_config(str(directory))
     try:
         with open_tensors(file) as opened:
             about = opened.metadata()
             centres = Centres(**{name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
-        if about["format_version"] != FORMAT_VERSION:
-            raise UserError(f"it has format version {about['format_version']}, but {FORMAT_VERSION} is read")
         (layers, _, dim), heads = policy_shape(config), config.num_attention_heads
-        shapes = [(layers, heads, dim), (layers, heads, dim // 2), (layers, dim // 2)]
-        for (name, value), shape in zip(vars(centres).items(), shapes, strict=True):
-            if value.shape != shape or not value.isfinite().all():
+        shapes = {"centre": (layers, heads, dim), "size": (layers, heads, dim // 2), "frequency": (layers, dim // 2)}
+        for name, value in vars(centres).items():
+            if value.shape != shapes[name] or not value.isfinite().all():
                 raise UserError(f"{name} has shape {list(value.shape)}, or values that are not finite")
         if about["rope"] != _rope(config):
             raise UserError(f"it was measured with RoPE {about['rope']}, but the model has {_rope(config)}")
         Identity(about["model"], about["fingerprint"]).check(identify(directory), "the file")
-        return centres, about["source"]
     except Exception as error:  # any exception of the library for a damaged file
-        mend = f"measure them again: sparse-rl calibrate {directory} TEXT"
-        raise UserError(f"{file} cannot be used: {one_line(error, 1000)}; {mend}", "cache.policy") from error
+        why = one_line(error, 1000)
+        raise UserError(f"{file} cannot be used: {why}; measure again: {calibrate}", "cache.policy") from error
+    return centres
 
 
 def carry_centres(model: Any, policy: Policy) -> None:
     """Attach the centres in the model's directory to the model, if the policy needs them and the model has none."""
     if isinstance(policy, TriAttention) and not hasattr(base_of(model), ATTACHED_AS):
-        setattr(base_of(model), ATTACHED_AS, read_centres(model.config._name_or_path)[0])
+        setattr(base_of(model), ATTACHED_AS, read_centres(model.config._name_or_path))
 
 
 def copy_centres(start: str, directory: str | Path, policy: Policy) -> None:
     """Copy the centres of the model `start` to the directory of a model that was trained from it under the policy."""
     if isinstance(policy, TriAttention):
         try:
-            write_centres(directory, *read_centres(start))
+            write_centres(directory, read_centres(start))
         except UserError as error:  # the start model's directory may have moved
-            logger.warning("the trained model has no centres for triattention: %s", error)
+            logging.getLogger("sparse_rl").warning("the trained model has no centres for triattention: %s", error)
 
 
 def check_parameters(directory: str | Path, policy: Policy) -> None:

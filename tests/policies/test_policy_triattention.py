@@ -15,6 +15,7 @@ from references import NEVER, REFERENCES, Disagreement
 from test_policy_exactness import compare
 from tiny import centred, model_of, new_model, prompts_of
 
+from rollout import make_engine
 from sparse_rl.attention.families import FAMILIES, global_layers
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views import map_of_model
@@ -160,8 +161,8 @@ def test_families_with_another_rope_are_refused(family: str) -> None:
     model = new_model(family)
     with pytest.raises(UserError, match=f"triattention has no score for a model of type {family}: .* RoPE is "):
         measure_centres(model, list(range(3, 60)))
-    with pytest.raises(UserError, match="the model has no centres of its queries"):
-        make_policy(NAME, budget=8).bound_to(model)
+    with pytest.raises(UserError, match="the policy triattention needs"):
+        make_engine("hf", model=model, policy=make_policy(NAME, budget=8))
 
 
 def test_heads_of_another_rank_have_their_own_centres() -> None:

@@ -33,7 +33,7 @@ def calibrated(model: Path) -> Path:
     folder = Path(mkdtemp(dir=FOLDER.name)) / "model"
     shutil.copytree(model, folder)
     (ids,) = random_prompts((300,), seed=5)
-    write_centres(folder, measure_centres(loaded(folder), ids), "300 random tokens")
+    write_centres(folder, measure_centres(loaded(folder), ids))
     return folder
 
 

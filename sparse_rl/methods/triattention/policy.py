@@ -13,12 +13,10 @@ for distances d = 1, 2, 4, ... up to `horizon`, and n tokens seen. S_trig is the
 query for all distances: the centre, turned to the positions n + d and averaged over d. So no key is turned back. A
 scaled RoPE (linear, llama3, YaRN) has other frequencies w; its factor on queries and keys cancels in the z-score.
 
-What was read: the authors' code, github.com/WeianMao/triattention at c3744ee, and of the paper only the abstract; its
-equations 6 to 13 are cited as above by another implementation (github.com/domvox/triattention-ggml). Readings: n is the
-number of tokens seen, as in the code; the z-score is over competing entries, with the variance divided by their number;
-the maximum is over the query heads of a kv head, in each layer alone (the code's `per_layer_perhead_pruning`; by
-default it averages this maximum over layers, and one choice serves all of them). Departures: the code never evicts
-prompts, here they compete as under every other policy; it adds noise to ties, here the earlier position stays.
+We read the authors' code (github.com/WeianMao/triattention, c3744ee), and of the paper only the abstract. Readings: n
+as in the code; z-scores over competing entries, with the variance divided by their number; the maximum over the query
+heads g of a kv head, for each layer alone (`per_layer_perhead_pruning`; the code's default is its mean over layers).
+Departures: prompts compete, which the code never evicts; ties go to the earlier position, where the code adds noise.
 """
 
 from __future__ import annotations
@@ -60,11 +58,6 @@ class Centres:
     def of_heads(self, heads: slice) -> Centres:
         return Centres(self.centre[:, heads], self.size[:, heads], self.frequency)
 
-    @property
-    def concentration(self) -> float:
-        """Mean of R_f, weighted by E|q_f|: 1 if all queries of each head are equal, 0 if they have no direction."""
-        return float(pairs(self.centre).abs().sum() / self.size.sum())
-
 
 class TriAttention(Policy):
     """Scores are computed in float64, and rounded: engines have a cache's entries in different orders."""
@@ -74,9 +67,7 @@ class TriAttention(Policy):
     centres: Centres | None = None
 
     def bound_to(self, model: Any) -> Self:
-        if (centres := getattr(model, ATTACHED_AS, None)) is None:
-            raise UserError("the model has no centres of its queries; use `sparse-rl calibrate`", "cache.policy")
-        return self.with_centres(centres)
+        return self.with_centres(getattr(model, ATTACHED_AS))  # models/centres.py attaches them
 
     def with_centres(self, centres: Centres) -> Self:
         bound = copy.copy(self)
@@ -158,16 +149,16 @@ def measure_centres(model: Any, ids: Sequence[int]) -> Centres:
 def listen(model: Any, hear: Callable[[int, Tensor], Any], ids: Sequence[int], positions: Sequence[int]) -> None:
     device = model.device
     view = map_of_model(Listener(hear), model.config, torch.tensor([len(ids)], device=device), len(ids))
-    given = {"input_ids": ids, "position_ids": positions}
-    inputs = {name: torch.tensor([list(row)], device=device) for name, row in given.items()}
-    model.get_decoder()(**inputs, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
+    inputs = {"input_ids": [list(ids)], "position_ids": [list(positions)]}
+    tensors = {name: torch.tensor(rows, device=device) for name, rows in inputs.items()}
+    model.get_decoder()(**tensors, attention_mask=NO_MASK.to(device), kv_view=view, use_cache=False)
 
 
 def frequencies(model: Any, token: int) -> Tensor:
     """Return the frequencies of RoPE in each layer without a sliding window, float32 [L, D / 2].
 
-    In a text of one repeated token, the queries of a layer differ only by their RoPE, in every layer. By these queries
-    at distant positions, the layer's frequencies are found among those of the model, and checked.
+    In a text of one repeated token, the queries of any layer differ only by their RoPE. Among the model's frequencies,
+    those of a layer turn its first query to all others, also to the query at the last position of the context.
     """
     last = (context_length(model.config) or model.config.max_position_embeddings) - 1
     positions = sorted({0, last, *(2**n for n in range(last.bit_length()))})
@@ -177,18 +168,14 @@ def frequencies(model: Any, token: int) -> Tensor:
     candidates = [x.double() for name, x in rotary.named_buffers() if name.endswith("inv_freq")]
     result = []
     for layer, query in sorted(heard.items()):
-        some, at = pairs(query[0].double()), torch.tensor(positions, device=query.device)[:, None]
-        fitting = (x for x in candidates if len(x) == some.shape[-1] and _differ(some, x * at) <= TOLERANCE)
-        if (frequency := next(fitting, None)) is None:
+        some, at = pairs(query[0].double()), torch.tensor(positions, device=query.device)[:, None]  # [Hq, T, D / 2]
+        for frequency in candidates:
+            if len(frequency) == some.shape[-1]:
+                difference = (some - some[:, :1] * turned(at * frequency)).norm(dim=(0, 2)) / some[:, 0].norm()
+                if float(difference.max()) <= TOLERANCE:
+                    result.append(frequency.float())
+                    break
+        else:
             why = f"in layer {layer} RoPE is absent, partial, interleaved, or scales queries by their position"
             raise UserError(f"triattention has no score for a model of type {model.config.model_type}: {why}", "model")
-        result.append(frequency.float())
     return torch.stack(result)
-
-
-def _differ(queries: Tensor, angles: Tensor) -> float:
-    """Return the largest relative difference of queries [Hq, T, D / 2] from the first one, turned by angles [T, D / 2].
-    """
-    difference = queries - queries[:, :1] * turned(angles)
-    norms = torch.linalg.vector_norm(torch.stack([difference, queries[:, :1].expand_as(difference)]), dim=(1, 3))
-    return float((norms[0] / norms[1]).max())
