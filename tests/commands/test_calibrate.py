@@ -100,6 +100,19 @@ def test_a_trained_model_gets_the_centres_under_which_it_was_trained(calibrated:
     assert file_fingerprints(str(trained), weights=True)[CENTRES_FILE] != before[CENTRES_FILE]
 
 
+@pytest.mark.slow
+def test_grpo_leaves_a_model_with_the_centres(calibrated: Path, tmp_path: Path) -> None:
+    words = ["train", "quickstart/grpo", f"model={calibrated}", f"output_dir={tmp_path}/run", "max_steps=2"]
+    cache = "cache={policy: triattention, budget: 40, window: 4, period: 8}"
+    small = ["num_generations=4", "per_device_train_batch_size=8", "max_completion_length=48", "validation=null"]
+    assert main([*words, cache, *small, "rollout.engine=hf"]) == 0
+    trained, start = read_centres(tmp_path / "run/model"), read_centres(calibrated)
+    assert torch.equal(trained.centre, start.centre)
+    engine = make_engine("hf", model=tmp_path / "run/model", policy=POLICY)
+    (sampled,) = engine.generate([list(range(3, 20))], SamplingConfig(30, ignore_eos=True))
+    assert bool((sampled.trace.evict_at < NEVER).any())
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
