@@ -33,6 +33,7 @@ COLOURS = {
     "clustered": "#1F4E2E",
     "layered": "#56B4E9",
     "press": "#B58900",
+    "triattention": "#2F4F9E",
     "full": "#000000",
     # other ways to compact a context once
     "evict": "#E03C31",
