@@ -367,52 +367,56 @@ class Resumable(Trainer):
             inputs |= {f"model/{name}": value for name, value in files.items()}
         return inputs
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, or continue from a checkpoint: a directory, or True for the newest complete one in output_dir. One of
-        another launch is first converted (reshard.py).
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, or continue from a checkpoint: a directory, or True for the newest complete one in output_dir.
 
         Without a recipe, this checks what `sparse-rl train` checks: that no run in output_dir is overwritten or in use,
         that the checkpoint is complete, and that arguments, rows and model are those of the run that it continues.
         Raises UserError otherwise, on every process.
         """
-        first, alone = self.is_world_process_zero(), self.recipe is None  # with a recipe, the command has checked them
-        with locked(str(self.args.output_dir)) if first and alone else nullcontext():
-            if alone:
-                resume_from_checkpoint = self._checked(resume_from_checkpoint)
+        if self.recipe is not None:  # the command has checked the same
+            return self._train_from(resume_from_checkpoint, *args, **kwargs)
+        checkpoint: Any = None
+        wrong, run, first = "", str(self.args.output_dir), self.is_world_process_zero()
+        with locked(run) if first else nullcontext():
             if first:
-                clear_partial(Path(self._get_output_dir(None)))
-            if isinstance(resume_from_checkpoint, str) and (Path(resume_from_checkpoint) / MANIFEST).is_file():
-                manifest, launch = read_manifest(Path(resume_from_checkpoint)), self._launch()
-                earlier = manifest["recipe"]
-                if earlier and launch != {name: manifest[name] for name in launch}:
-                    resume_from_checkpoint = self._copied = self._for_this_launch(resume_from_checkpoint, earlier)
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+                self.inputs = self.own_inputs()
+                try:
+                    if resume_from_checkpoint:
+                        which = "newest" if resume_from_checkpoint is True else str(resume_from_checkpoint)
+                        checkpoint = str(checkpoint_to_resume(which, self.own_settings(), self.inputs))
+                    else:
+                        refuse_used(run)
+                except UserError as error:
+                    wrong = str(error).replace("--resume", "resume_from_checkpoint")
+            checkpoint, wrong = broadcast_object_list([checkpoint, wrong])
+            if wrong:
+                raise UserError(wrong)
+            return self._train_from(checkpoint, *args, **kwargs)
 
-    def _checked(self, resume: str | bool | None) -> str | None:
-        """Return the checkpoint to resume in a training without a recipe. The first process checks for all."""
-        checkpoint, wrong = None, ""
+    def _train_from(self, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train, from a checkpoint if one is given. One of another launch is first converted (reshard.py)."""
         if self.is_world_process_zero():
-            self.inputs = self.own_inputs()
-            try:
-                if resume:
-                    which = "newest" if resume is True else str(resume)
-                    checkpoint = str(checkpoint_to_resume(which, self.own_settings(), self.inputs))
-                else:
-                    refuse_used(str(self.args.output_dir))
-            except UserError as error:
-                wrong = str(error).replace("--resume", "resume_from_checkpoint")
-        checkpoint, wrong = broadcast_object_list([checkpoint, wrong])
-        if wrong:
-            raise UserError(wrong)
-        return checkpoint
+            clear_partial(Path(self._get_output_dir(None)))
+        if isinstance(checkpoint, str) and (Path(checkpoint) / MANIFEST).is_file():
+            manifest, launch = read_manifest(Path(checkpoint)), self._launch()
+            earlier = manifest["recipe"]
+            if earlier and launch != {name: manifest[name] for name in launch}:
+                checkpoint = self._copied = self._for_this_launch(checkpoint, earlier)
+        return super().train(checkpoint, *args, **kwargs)
 
     def _for_this_launch(self, checkpoint: str, earlier: Mapping[str, Any]) -> str:
         """Return a copy of a checkpoint that was written under the recipe `earlier`; the first process makes it."""
         place = Path(self._get_output_dir(None)) / PARTIAL / Path(checkpoint).name
         if self.is_world_process_zero():
             place.parent.mkdir(parents=True, exist_ok=True)
-            with reading(checkpoint):
-                reshard(Path(checkpoint), place, Layout.of(earlier), Layout.of(self.recipe or self.own_settings()))
+            try:
+                with reading(checkpoint):
+                    settings = self.recipe or self.own_settings()
+                    reshard(Path(checkpoint), place, Layout.of(earlier), Layout.of(settings))
+            except UserError:
+                remove(place)
+                raise
         self.accelerator.wait_for_everyone()
         if (plugin := self.accelerator.state.deepspeed_plugin) is not None:
             plugin.deepspeed_config["checkpoint"] = {"load_universal": True}

@@ -15,6 +15,7 @@ from huggingface_hub.utils import httpx
 
 from sparse_rl.attention.families import family_only_hf
 from sparse_rl.errors import NotFiniteError, StoppedError, UserError
+from sparse_rl.models.centres import copy_centres
 from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.models.load import base_of, load_config, save_tokenizer
 from sparse_rl.policies.base import Policy
@@ -86,6 +87,8 @@ def _write_model(trainer: Any, folder: Path, lora: bool) -> None:
     if trainer.is_world_process_zero():
         save_tokenizer(trainer.processing_class, folder)
         model.generation_config.save_pretrained(folder)
+        if trainer.policy is not None:
+            copy_centres(base_of(model).config._name_or_path, folder, trainer.policy)
 
 
 def _restore(config: Any) -> None:

@@ -28,6 +28,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 POLICY_FILE = "cache_policy.json"
 POLICY_VERSION = 1
 SCORER_FILE = "cache_scorer.safetensors"
+CENTRES_FILE = "cache_centres.safetensors"  # models/centres.py
 
 
 def model_directory(name: str) -> str:
@@ -96,15 +97,19 @@ def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
 
 
 def write_scorers(directory: str | Path, weights: Any) -> None:
-    """Write the scorers in a model's state dict to cache_scorer.safetensors, and an index of the weights if there is
-    none: without an index, vLLM would load the scorers' file as weights.
-    """
+    """Write the scorers in a model's state dict to cache_scorer.safetensors."""
     from safetensors.torch import save_file
 
     prefix = f"{SCORERS}."
     scorer_weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     folder = Path(directory)
     save_file({name: value.detach().cpu().contiguous() for name, value in scorer_weights.items()}, folder / SCORER_FILE)
+    keep_apart(folder)
+
+
+def keep_apart(directory: str | Path) -> None:
+    """Write an index of the weights if there is none: without it, vLLM would load our safetensors files as weights."""
+    folder = Path(directory)
     if (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         with open_tensors(folder / WEIGHTS) as stored:
             names = list(stored.keys())

@@ -254,7 +254,7 @@ class Recipe(Configuration):
         from rollout.context import budgets
         from rollout.context.reader import check_movable
         from sparse_rl.attention.families import global_layers
-        from sparse_rl.models.directory import check_scorers
+        from sparse_rl.models.centres import check_parameters
         from sparse_rl.models.weights import check_weights, identify, meta_model
 
         skeleton = (meta_model if self.from_scratch else check_weights)(config, self.model)
@@ -269,7 +269,7 @@ class Recipe(Configuration):
             if compaction.by_text:
                 check_movable(config, "prompt_cache.chunking")
         for policy in run.policies:
-            check_scorers(self.model, policy)
+            check_parameters(self.model, policy)
         for remark in run.remarks:
             warn(remark)
         return replace(run, skeleton=skeleton)

@@ -37,6 +37,7 @@ from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, maybe_gather_l
 
 from rollout.config import RolloutConfig
 from rollout.engine import Engine, Rollout, SamplingConfig
+from sparse_rl.attention.families import context_length
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
 from sparse_rl.attention.views import make_view
@@ -197,6 +198,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         with text_parts(grpo_trainer):
             super().__init__(**given)
         check_made(self)
+        count, need = len(cast(Any, self.train_dataset)), cast(int, args.generation_batch_size) // args.num_generations
+        if count < need:
+            wrong = f"holds {count} prompts, but one generation takes {need}; lower the batch, or add data"
+            raise UserError(wrong, "train_dataset")
         show_panels(self.callback_handler.callbacks)
         for model in filter(None, (self.model, self.ref_model)):
             adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model
@@ -261,7 +266,12 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return out
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
-        return [prompt_ids(p, self.processing_class, self.thinking) for p in prompts], None, {}
+        ids = [prompt_ids(p, self.processing_class, self.thinking) for p in prompts]
+        longest, window = max(map(len, ids)), context_length(base_of(self.model).config)
+        if window is not None and longest + self.sampling.max_tokens > window:
+            wrong = f"after a prompt of {longest:,} tokens, exceeds the model's context length of {window:,} tokens"
+            raise UserError(f"{self.sampling.max_tokens:,} tokens, {wrong}; lower this value", "max_completion_length")
+        return ids, None, {}
 
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
