@@ -145,6 +145,7 @@ def with_settings(*configurations: type) -> Callable[[type[T]], type[T]]:
                 default: Any = {"default": f.default, "default_factory": f.default_factory}
                 setattr(cls, f.name, dataclasses.field(**default))
                 cls.__annotations__[f.name] = own_fields(configuration)[f.name]
+        cls.configurations = configurations  # type: ignore[attr-defined]
         return dataclass(cls)
 
     return decorate

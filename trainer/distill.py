@@ -96,7 +96,8 @@ class TaughtTrainer(Resumable):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """Return an update's micro-batches as lists of examples, and the count of all processes' completion tokens."""
+        """Return an update's micro-batches as lists of examples, and the number of completion tokens of all processes
+        as an int64 scalar."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return [], None
@@ -118,7 +119,10 @@ class TaughtTrainer(Resumable):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
-        """Return the loss, computed inside the forward of the DeepSpeed or DDP wrapper, as these wrappers require."""
+        """Return the loss, computed inside the forward of the DeepSpeed or DDP wrapper, as these wrappers require.
+
+        num_items_in_batch : completion tokens of the update, int64 []; None means those of `inputs`
+        """
         student = self.accelerator.unwrap_model(model)
         loss, *others = self._redirect(model, student, self._losses, student, inputs)
         sums = self.accelerator.gather(torch.stack(others)[None].detach() * self._weight).sum(0)

@@ -198,7 +198,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         with text_parts(grpo_trainer):
             super().__init__(**given)
         check_made(self)
-        count, need = len(cast(Any, self.train_dataset)), cast(int, args.generation_batch_size) // args.num_generations
+        count, need = (
+            len(cast(Any, self.train_dataset)),
+            cast(int, args.generation_batch_size) // args.sparse.num_generations,
+        )
         if count < need:
             wrong = f"holds {count} prompts, but one generation takes {need}; lower the batch, or add data"
             raise UserError(wrong, "train_dataset")
@@ -235,6 +238,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     @property
     def mode(self) -> str:
+        """The word "train", or "eval" in a validation."""
         return "train" if cast(Any, self.model).training else "eval"
 
     def models(self) -> dict[str, Any]:
