@@ -17,6 +17,6 @@ if TYPE_CHECKING:
     from trainer.distill import DistillArguments, DistillTrainer
     from trainer.grpo.trainer import SparseGRPOArguments, SparseGRPOTrainer
 
-__getattr__ = public_names(__name__)
+__getattr__ = public_names(__name__, "rollout")
 
 __all__ = ["DistillArguments", "DistillTrainer", "SparseGRPOArguments", "SparseGRPOTrainer"]

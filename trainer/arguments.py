@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 import torch
 from torch.nn import Linear
@@ -135,6 +135,7 @@ def _refuse_experts(adapter: Any, model: Any, key: str) -> None:
         raise UserError(f"{wrong}; name layers of the attention, such as q_proj", key)
 
 
+@dataclass_transform(field_specifiers=(dataclasses.field,))
 def with_settings(*configurations: type) -> Callable[[type[T]], type[T]]:
     """Make a class of arguments a dataclass that also takes each setting of `configurations`, with its default."""
 
@@ -182,9 +183,9 @@ class ReplayedArguments:
         # An option that is refused is passed on only if it was set: the library itself changes some of them.
         return cls(**{n: v for n, v in values.items() if v != getattr(unset, n) or not instead(n, cls.kind)})
 
-    def settings(self, configuration: type[T]) -> T:
+    def settings(self, configuration: type[T], **changed: Any) -> T:
         """Return the settings of a class that `with_settings` has added to these arguments."""
-        return configuration(**{name: getattr(self, name) for name in own_fields(configuration)})
+        return configuration(**{name: getattr(self, name) for name in own_fields(configuration)} | changed)
 
     @property
     def dtype(self) -> str:

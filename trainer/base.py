@@ -10,20 +10,21 @@ loss is a sum over all steps since the last log, and a NaN gradient makes the we
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object, patch_environment
+from accelerate.utils import broadcast_object_list, gather_object, patch_environment
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from trl.trainer.utils import create_model_from_path
@@ -35,20 +36,25 @@ from sparse_rl.methods.kvpop.scorers import NOT_DECAYED
 from sparse_rl.metrics import UNCHANGED
 from sparse_rl.models.directory import SCORERS, read_scorers, save_policy, write_scorers
 from sparse_rl.models.load import base_of, load_weights, read_model, writable
+from sparse_rl.models.weights import file_fingerprints
 from sparse_rl.policies.base import Policy
 from sparse_rl.progress import stage
 from trainer.arguments import refusals
 from trainer.checkpoint import (
     MANIFEST,
     PARTIAL,
+    checkpoint_to_resume,
     clear_partial,
     failure,
     file_digests,
     keep_last,
+    locked,
     newest_whole,
     publish,
     read_manifest,
+    refuse_used,
     remove,
+    rows_fingerprint,
     set_aside_later,
     versions,
     write_manifest,
@@ -56,6 +62,7 @@ from trainer.checkpoint import (
 from trainer.config import ScorersConfig
 from trainer.losses import ScorerLoss
 from trainer.reshard import STATE_FILE, Layout, reshard, settle
+from trainer.sampler import SamplerSettings
 
 logger = logging.getLogger("sparse_rl")
 LOGGED = ("loss", "train_loss", "grad_norm")
@@ -137,11 +144,16 @@ class Resumable(Trainer):
     The model may carry the scorers of a learned policy, in the module list `cache_scorers`. A trainer with further
     state extends `extra_state` and `load_extra_state`.
 
-    recipe, inputs : for manifests: the recipe as plain data, and the fingerprints of its rows and files
+    recipe, inputs : for manifests: the recipe as plain data, and the fingerprints of its rows and files; without a
+        recipe, the arguments of the trainer take its place
+    sampler : settings of sampling; None if the training does not sample
+    policy : cache policy that is saved with the model, or None
     learned_policy, scorer_learning_rate, scorer_loss : policy of the scorers, their learning rate and their boundary
         loss; None if the model has no scorers, they are not trained, or the loss is not used
     """
 
+    sampler: SamplerSettings | None = None
+    policy: Policy | None = None
     learned_policy: Policy | None = None
     scorer_learning_rate: float | None = None
     scorer_loss: ScorerLoss | None = None
@@ -171,8 +183,8 @@ class Resumable(Trainer):
     # ---- scorers --------------------------------------------------------------------------------------------------
 
     def carry_scorers_of(self, policy: Policy, learn: ScorersConfig | None) -> None:
-        """Save the scorers with the model if the engine's policy has scorers; also train them if `learn` is given."""
-        self.learned_policy = policy if policy.layered_parameters else None
+        """Save the engine's policy, and its scorers if it has any, with the model; train them if `learn` is given."""
+        self.policy, self.learned_policy = policy, policy if policy.layered_parameters else None
         if learn is not None:
             self.scorer_learning_rate = learn.learning_rate
             self.scorer_loss = ScorerLoss(cast(KVpop, policy).config, learn.target, learn.boundary)
@@ -202,14 +214,14 @@ class Resumable(Trainer):
             return self.optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.learned_policy is None:
-            super()._save(output_dir, state_dict)
-            return
-        weights = dict(base_of(self.model).state_dict() if state_dict is None else state_dict)
+        weights, folder = {}, str(output_dir or self.args.output_dir)
+        if self.learned_policy is not None:
+            weights = dict(base_of(self.model).state_dict() if state_dict is None else state_dict)
         super()._save(output_dir, state_dict)  # removes the scorers from its state_dict
-        folder = str(output_dir or self.args.output_dir)
-        write_scorers(folder, weights)
-        save_policy(folder, self.learned_policy)
+        if self.learned_policy is not None:
+            write_scorers(folder, weights)
+        if self.policy is not None:
+            save_policy(folder, self.policy)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with stage("evaluating"):
@@ -326,7 +338,7 @@ class Resumable(Trainer):
         self.accelerator.wait_for_everyone()
         files = gather_object(list(file_digests(partial, slice(rank, None, ranks)).items()))
         if self.is_world_process_zero():
-            about = {"recipe": self.recipe, "inputs": self.inputs, "versions": versions()}
+            about = {"recipe": self.recipe or self.own_settings(), "inputs": self.inputs, "versions": versions()}
             write_manifest(partial, dict(files), step=self.state.global_step, **self._launch(), **about)
             publish(partial, run / partial.name)
             keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
@@ -340,24 +352,72 @@ class Resumable(Trainer):
 
     # ---- resuming -------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings of a training without a recipe, as plain data: the arguments of the trainer."""
+        sampled = {} if self.sampler is None else self.sampler.described()
+        given: Any = {"kind": getattr(self.args, "kind", None), **self.args.to_dict(), **sampled}
+        launch = {"processes": self.accelerator.num_processes, "zero_stage": getattr(self.args, "zero_stage", 0)}
+        return json.loads(json.dumps({**given, "launch": launch}, default=str))
+
+    def own_inputs(self) -> dict[str, str]:
+        """Return the fingerprints of the rows and of the start model's files. Functions, as rewards, have none."""
+        rows = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        inputs = {f"rows of {name}": rows_fingerprint(part) for name, part in rows.items() if isinstance(part, Sized)}
+        if self.sampler is not None and self.sampler.place:
+            files = file_fingerprints(self.sampler.place, True)
+            inputs |= {f"model/{name}": value for name, value in files.items()}
+        return inputs
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, or continue from a checkpoint: a directory, or True for the newest complete one in output_dir.
+
+        Without a recipe, this checks what `sparse-rl train` checks: that no run in output_dir is overwritten or in use,
+        that the checkpoint is complete, and that arguments, rows and model are those of the run that it continues.
+        Raises UserError otherwise, on every process.
+        """
+        if self.recipe is not None:  # the command has checked the same
+            return self._train_from(resume_from_checkpoint, *args, **kwargs)
+        checkpoint: Any = None
+        wrong, run, first = "", str(self.args.output_dir), self.is_world_process_zero()
+        with locked(run) if first else nullcontext():
+            if first:
+                self.inputs = self.own_inputs()
+                try:
+                    if resume_from_checkpoint:
+                        which = "newest" if resume_from_checkpoint is True else str(resume_from_checkpoint)
+                        checkpoint = str(checkpoint_to_resume(which, self.own_settings(), self.inputs))
+                    else:
+                        refuse_used(run)
+                except UserError as error:
+                    wrong = str(error).replace("--resume", "resume_from_checkpoint")
+            checkpoint, wrong = broadcast_object_list([checkpoint, wrong])
+            if wrong:
+                raise UserError(wrong)
+            return self._train_from(checkpoint, *args, **kwargs)
+
+    def _train_from(self, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
         """Train, from a checkpoint if one is given. One of another launch is first converted (reshard.py)."""
         if self.is_world_process_zero():
             clear_partial(Path(self._get_output_dir(None)))
-        if isinstance(resume_from_checkpoint, str) and (Path(resume_from_checkpoint) / MANIFEST).is_file():
-            manifest, launch = read_manifest(Path(resume_from_checkpoint)), self._launch()
+        if isinstance(checkpoint, str) and (Path(checkpoint) / MANIFEST).is_file():
+            manifest, launch = read_manifest(Path(checkpoint)), self._launch()
             earlier = manifest["recipe"]
-            if earlier and self.recipe and launch != {name: manifest[name] for name in launch}:
-                resume_from_checkpoint = self._copied = self._for_this_launch(resume_from_checkpoint, earlier)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+            if earlier and launch != {name: manifest[name] for name in launch}:
+                checkpoint = self._copied = self._for_this_launch(checkpoint, earlier)
+        return super().train(checkpoint, *args, **kwargs)
 
     def _for_this_launch(self, checkpoint: str, earlier: Mapping[str, Any]) -> str:
         """Return a copy of a checkpoint that was written under the recipe `earlier`; the first process makes it."""
         place = Path(self._get_output_dir(None)) / PARTIAL / Path(checkpoint).name
         if self.is_world_process_zero():
             place.parent.mkdir(parents=True, exist_ok=True)
-            with reading(checkpoint):
-                reshard(Path(checkpoint), place, Layout.of(earlier), Layout.of(cast(Any, self.recipe)))
+            try:
+                with reading(checkpoint):
+                    settings = self.recipe or self.own_settings()
+                    reshard(Path(checkpoint), place, Layout.of(earlier), Layout.of(settings))
+            except UserError:
+                remove(place)
+                raise
         self.accelerator.wait_for_everyone()
         if (plugin := self.accelerator.state.deepspeed_plugin) is not None:
             plugin.deepspeed_config["checkpoint"] = {"load_universal": True}

@@ -207,7 +207,7 @@ class DistillArguments(TaughtArguments):
     """
 
     kind: ClassVar[str] = "distill"
-    bf16: bool | None = None
+    bf16: Any = None
     scorers: ScorersConfig | None = None
 
     @cached_property
@@ -217,7 +217,7 @@ class DistillArguments(TaughtArguments):
 
     def __post_init__(self) -> None:
         self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
-        assert self.distill and self.loss  # which checks the settings
+        assert self.distill and self.loss  # checks the settings
         super().__post_init__()
 
 
@@ -298,7 +298,7 @@ class DistillTrainer(TaughtTrainer):
             longest = sampler.rollout.max_model_len, config.max_position_embeddings
             return make_examples(rows, processing_class, thinking, args.distill, longest, where)
 
-        data = examples_of(train_dataset, "train_dataset"), examples_of(eval_dataset, "eval_dataset")
+        data: Any = examples_of(train_dataset, "train_dataset"), examples_of(eval_dataset, "eval_dataset")
         carry_scorers(student, policy, sampler.place)
         own = teacher is None
         if own:

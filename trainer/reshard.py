@@ -32,7 +32,7 @@ SPACE = 3  # bytes that a conversion needs at most, for each byte of the optimiz
 
 @dataclass(frozen=True)
 class Layout:
-    """How the rows and the state of a training are spread.
+    """The processes of a training, and the rows of each.
 
     rows : rows of a micro-batch of one process
     accumulation, generation : micro-batches of an update, and of a generation of GRPO

@@ -10,7 +10,7 @@ from typing import Any
 from rollout.config import SAMPLE_LIVE, RolloutConfig
 from rollout.engine import Engine, choose_engine, make_engine
 from sparse_rl.attention import compute_exactly
-from sparse_rl.config import Source, build
+from sparse_rl.config import Source, as_mapping, build
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import model_directory, saved_policy
 from sparse_rl.models.load import base_of, load_tokenizer
@@ -70,6 +70,10 @@ class SamplerSettings:
         check_sampled(policy.config, rollout, args.scorers, lora=lora, optim=args.optim)
         compute_exactly(rollout.exact)
         return cls(place, policy, rollout, engine)
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings as plain data, under the keys of a recipe."""
+        return {"model": self.place, "cache": self.policy.config.as_block(), "rollout": as_mapping(self.rollout)}
 
     def tokenizer(self) -> Any:
         """Return the tokenizer of the start model. Raises UserError if it has none."""

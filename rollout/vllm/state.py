@@ -24,6 +24,8 @@ from rollout.vllm.memory import most_holders
 from rollout.vllm.sampling import RunRecord
 from sparse_rl.clock import part
 from sparse_rl.errors import UserError
+from sparse_rl.methods.triattention.policy import TriAttention
+from sparse_rl.models.centres import read_centres
 from sparse_rl.policies.base import Entries, Policy, slots_of
 
 # Maximum key elements per call for several layers. On a CPU, this number of elements fits into a core's cache.
@@ -244,6 +246,10 @@ class CacheState:
         blocks, heads, self.block_size, dim = self.caches[0][0].shape
         self.device, self.scaling = self.caches[0][0].device, layer.impl.scale
         self.heads = torch.arange(heads, device=self.device)
+        if isinstance(self.policy, TriAttention):
+            group, own = layer.num_heads // heads, paged.own_heads(heads)
+            centres = read_centres(vllm_config.model_config.model)
+            self.policy = self.policy.with_centres(centres.of_heads(slice(group * own.start, group * own.stop)))
         rows = vllm_config.scheduler_config.max_num_seqs
         rows += most_holders(self.policy, rows)
         window = self.policy.last_queries or int(self.policy.every_query)
@@ -491,6 +497,7 @@ class CacheState:
         """Yield (some layers, the group assigned to them)."""
         count, (_, heads, size, dim) = len(self.caches), self.slab.keys.shape
         most = max(1, AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
+        most = 1 if self.policy.scores_by_layer else most
         for start in range(0, count, most):
             layers = range(start, min(start + most, count))
             yield layers, self._in(layers, group)

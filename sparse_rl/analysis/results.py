@@ -42,7 +42,8 @@ MARKED = 12  # points of a line; a longer line has no markers
 def draw_lines(points: pandas.DataFrame, out: str | Path, title: str, xlabel: str, ylabel: str, **axis: Any) -> Path:
     """Draw a frame of points. `axis` has properties of the axes, such as xscale."""
     figure, axes = new_figure(title)
-    axes.set(xlabel=xlabel, ylabel="\n".join(textwrap.fill(row, 44) for row in ylabel.splitlines()), **axis)
+    labels = {"xlabel": (xlabel, 46), "ylabel": (ylabel, 36)}
+    axes.set(**{k: "\n".join(textwrap.fill(row, n) for row in v.splitlines()) for k, (v, n) in labels.items()}, **axis)
     if axis.get("xscale") == "log":
         axes.minorticks_off()
     if "xticks" not in axis and axis.get("xscale") == "log":
@@ -162,7 +163,7 @@ def plot_metric(groups: Sequence[Group], out: str | Path, metric: str = "reward"
         frames.append(frame)
     points = pandas.concat(frames)
     word, label = METRICS.get(metric, (metric, one_line(metric, 60), one_line(metric, 60)))[1:]
-    bold = f"  (bold: mean over {SMOOTHING:.0%} of the run)" if {"faint", "low"} & {*points} else ""
+    bold = f"\n(bold: mean over {SMOOTHING:.0%} of the run)" if {"faint", "low"} & {*points} else ""
     return draw_lines(points, out, title or f"{word} during training", f"training step{bold}", label)
 
 

@@ -10,6 +10,7 @@ from sparse_rl import __version__
 from sparse_rl.commands import (
     bench,
     budgets,
+    calibrate,
     doctor,
     eval,
     inspect,
@@ -32,7 +33,7 @@ from sparse_rl.recipe import list_recipes
 from sparse_rl.recipe.load import place_of
 
 _MODULES = (
-    *(train, teacher, rollout, eval, perplexity, budgets, mismatch, bench, serve),
+    *(train, teacher, rollout, eval, perplexity, budgets, calibrate, mismatch, bench, serve),
     *(inspect, verify, plot, report, doctor, keys, quickstart),
 )
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}

@@ -254,7 +254,7 @@ class Recipe(Configuration):
         from rollout.context import budgets
         from rollout.context.reader import check_movable
         from sparse_rl.attention.families import global_layers
-        from sparse_rl.models.directory import check_scorers
+        from sparse_rl.models.centres import check_parameters
         from sparse_rl.models.weights import check_weights, identify, meta_model
 
         skeleton = (meta_model if self.from_scratch else check_weights)(config, self.model)
@@ -269,7 +269,7 @@ class Recipe(Configuration):
             if compaction.by_text:
                 check_movable(config, "prompt_cache.chunking")
         for policy in run.policies:
-            check_scorers(self.model, policy)
+            check_parameters(self.model, policy)
         for remark in run.remarks:
             warn(remark)
         return replace(run, skeleton=skeleton)
@@ -529,7 +529,7 @@ class TrainRecipe(Recipe):
         """
         from sparse_rl.models.directory import saved_policy
         from sparse_rl.models.load import changed_generation_settings
-        from sparse_rl.recipe.resume import checkpoint_to_resume
+        from trainer.checkpoint import checkpoint_to_resume
 
         for backend in self.training.report_to:
             if importlib.util.find_spec(backend) is None:
@@ -552,7 +552,7 @@ class TrainRecipe(Recipe):
         findings |= kernels
         checkpoint = None
         if resume is not None:
-            checkpoint = checkpoint_to_resume(recipe.resolved(), resume, run.inputs())
+            checkpoint = checkpoint_to_resume(resume, recipe.resolved(), run.inputs())
             findings["resume"] = str(checkpoint)
         for topic in ("rollouts", "attention kernel", "scorers' target", "generation config"):
             if here and topic in findings:

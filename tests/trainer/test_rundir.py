@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from sparse_rl.errors import LONGEST, UserError
 from sparse_rl.metrics import METRICS_FILE, read_metrics
-from sparse_rl.recipe import Recipe, make_recipe, resume
+from sparse_rl.recipe import Recipe, make_recipe
+from trainer import checkpoint as written
 from trainer.checkpoint import (
     _checksum,
     checkpoints,
@@ -70,7 +71,7 @@ def checkpoint(folder: Path, step: int, of=None, **fields) -> Path:
 
 
 def checkpoint_to_resume(recipe: Recipe, place: str) -> Path:
-    return resume.checkpoint_to_resume(recipe.resolved(), place)
+    return written.checkpoint_to_resume(place, recipe.resolved())
 
 
 def test_a_used_directory_is_refused_if_files_would_be_lost(tmp_path):

@@ -74,12 +74,10 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
     @cached_property
     def sparse(self) -> SparseGRPOConfig:
         """The settings of RL under a sparse cache."""
-        return self.settings(SparseGRPOConfig)
+        return self.settings(SparseGRPOConfig, top_k=self.top_k or None, min_p=self.min_p or 0.0)
 
     def __post_init__(self) -> None:
-        self.top_k, self.min_p = self.top_k or None, self.min_p or 0.0
-        sparse = self.sparse
-        self.top_k = self.top_k or 0
+        sparse, self.top_k = self.sparse, self.top_k or 0
         super().__post_init__()
         sparse.check_options(vars(self))
         if sparse.importance_correction != "none":
@@ -191,8 +189,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.sampler = SamplerSettings.of(model, cache, rollout, engine, args, adapted)
         if isinstance(model, (str, Path)):
             given["model"] = self.sampler.place
-            options = model_options(weights_dtype(args.dtype, args.zero_stage, adapted))
-            args.model_init_kwargs = {**options, **(args.model_init_kwargs or {}), "attn_implementation": ATTENTION}
+            options, own = model_options(weights_dtype(args.dtype, args.zero_stage, adapted)), args.model_init_kwargs
+            args.model_init_kwargs = {**options, **cast(dict, own or {}), "attn_implementation": ATTENTION}
         if given.get("processing_class") is None:
             given["processing_class"] = self.sampler.tokenizer()
         self.thinking = thinking
