@@ -11,9 +11,8 @@ from itertools import cycle
 import pytest
 import torch
 from dense_matched import dense_logprobs
-from growing import Growing, GrowingConfig
 from judging import gap, wrong_routes, wrong_traces, wrong_windows
-from policy_cases import CALIBRATED, SAMPLED, UNCALIBRATED
+from policy_cases import CALIBRATED, GROWING, SAMPLED, UNCALIBRATED
 from tiny import centred
 
 from rollout import SamplingConfig, make_engine
@@ -99,13 +98,16 @@ def test_replay_equals_sampling(policy_name, period, model_name, model_of, polic
 
 
 @pytest.mark.parametrize("model_name", [*FIRST, *TRAINED])
-@pytest.mark.parametrize("period", [1, 8])
+@pytest.mark.parametrize(("policy_name", "period"), [*((name, 8) for name in GROWING), ("gkv", 1), ("streaming", 1)])
 @pytest.mark.few(4)
-def test_replay_equals_sampling_under_a_budget_that_grows(period, model_name, model_of, prompts_of, tally):
-    """The rows of a batch keep different numbers of entries (tests/growing.py)."""
-    policy, trained = Growing(GrowingConfig(budget=BUDGET - 8, window=4, period=period)), model_name in TRAINED
-    prompts, least = prompts_of(model_name, LENGTHS), 1e-3 if trained else 1e-5
-    check_cell(model_of(model_name), policy, prompts, least, tally)
+def test_replay_equals_sampling_under_a_budget_that_grows(
+    policy_name, period, model_name, model_of, policy_of, prompts_of, tally
+):
+    """The rows of a batch keep different numbers of entries, and grow while they sample."""
+    budget = {"tokens": [8, 40, 80], "entries": [BUDGET - 8, BUDGET, BUDGET + 8]}
+    policy = policy_of(policy_name, budget=budget, window=4, period=period)
+    prompts, trained = prompts_of(model_name, LENGTHS), model_name in TRAINED
+    check_cell(model_of(model_name), policy, prompts, 1e-3 if trained else 1e-5, tally)
 
 
 def test_kv_heads_evict_differently(model_of, policy_of, prompts_of):

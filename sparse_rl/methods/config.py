@@ -19,6 +19,7 @@ from sparse_rl.policies.config import (
     EvictingConfig,
     FullConfig,
     GKVConfig,
+    GrowingBudget,
     H2OConfig,
     LinedConfig,
     MorphKVConfig,
@@ -28,6 +29,7 @@ from sparse_rl.policies.config import (
     SnapKVConfig,
     StreamingConfig,
     TovaConfig,
+    budget_words,
 )
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "EvictingConfig",
     "FullConfig",
     "GKVConfig",
+    "GrowingBudget",
     "H2OConfig",
     "KVpopPolicyConfig",
     "LayeredConfig",
@@ -54,6 +57,7 @@ __all__ = [
     "TovaConfig",
     "TriAttentionConfig",
     "accepted_parameters",
+    "budget_words",
 ]
 
 CONFIGS: dict[str, type[PolicyConfig]] = {

@@ -7,7 +7,6 @@ the module list `model.cache_scorers`, with one scorer per layer that has no sli
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import os
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, one_line
 from sparse_rl.files import open_tensors, read_json
+from sparse_rl.lazy import SOURCES
 from sparse_rl.methods.kvpop.config import ATTACHED_AS as SCORERS
 
 if TYPE_CHECKING:  # model_directory must not import torch
@@ -43,10 +43,7 @@ def model_directory(name: str) -> str:
 
 
 def _shipped_model(name: str) -> Path | None:
-    try:
-        folder = Path(str(importlib.resources.files("recipes"))) / name
-    except ModuleNotFoundError:  # sparse_rl is installed without the package `recipes`
-        return None
+    folder = SOURCES / "recipes" / name
     return folder if (folder / CONFIG_FILE).is_file() else None
 
 
