@@ -356,8 +356,7 @@ class Resumable(Trainer):
         """Return the settings of a training without a recipe, as plain data: the arguments of the trainer."""
         sampled = {} if self.sampler is None else self.sampler.described()
         given: Any = {"kind": getattr(self.args, "kind", None), **self.args.to_dict(), **sampled}
-        launch = {"processes": self.accelerator.num_processes, "zero_stage": getattr(self.args, "zero_stage", 0)}
-        return json.loads(json.dumps({**given, "launch": launch}, default=str))
+        return json.loads(json.dumps({**given, "launch": self._launch()}, default=str))
 
     def own_inputs(self) -> dict[str, str]:
         """Return the fingerprints of the rows and of the start model's files. Functions, as rewards, have none."""
