@@ -19,7 +19,7 @@ from sparse_rl.analysis.results import METRICS, SIZES
 from sparse_rl.analysis.tables import model_label
 from sparse_rl.metrics import read_metrics
 
-SAMPLING = ("seed", "temperature", "top_p", "top_k", "min_p", "max_completion_length", "forced_answer", "accuracy")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "forced_answer", "accuracy")
 LOGGED = ("eval_reward", "reward", "kl", "loss")  # the first that a run has logged is shown if it was not evaluated
 SHOWN = 3  # trainings without a comparison, and evaluations, that get words
 Pair = tuple[Any, Any]  # rows of evaluations: before and after a training, or with a full and a small cache

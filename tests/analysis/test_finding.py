@@ -82,7 +82,7 @@ def test_rows_under_other_conditions_are_not_compared(change, tmp_path):
 
 def test_another_sampling_is_another_condition():
     one = row("/start", 0.25)
-    assert one.conditions == conditions(one, {**RECIPE, "model": "x", "output_dir": "y"})
+    assert one.conditions == conditions(one, {**RECIPE, "model": "x", "output_dir": "y", "seed": 7})
     assert one.conditions != conditions(one, {**RECIPE, "temperature": 0.0})
     assert one.conditions != conditions(one, {**RECIPE, "tasks": {"sums": {"limit": 10}}})
 
