@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from rollout.config import RolloutConfig
 from sparse_rl.attention.config import AttentionKernel
 from sparse_rl.config import (
     AtLeastOne,
@@ -23,6 +24,7 @@ from sparse_rl.config import (
     at_most,
 )
 from sparse_rl.errors import UserError
+from sparse_rl.methods.config import KVpopPolicyConfig, LearnedConfig, PolicyConfig
 from sparse_rl.methods.kvpop.config import BoundaryConfig, TargetConfig
 
 Scheduler = Literal[
@@ -217,6 +219,42 @@ class ScorersConfig(Configuration):
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
 
 
+GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers with their own parameter groups
+
+
+def refuse_own_groups(optim: Any) -> None:
+    """Raise UserError for an optimizer that cannot use separate learning rates for model and scorers."""
+    if str(getattr(optim, "value", optim)).startswith(GROUPS_OF_THEIR_OWN):
+        raise UserError(
+            "groups parameters itself, but model and scorers need separate learning rates; use another optimizer",
+            "optim",
+        )
+
+
+def check_sampled(
+    cache: PolicyConfig, rollout: RolloutConfig, scorers: ScorersConfig | None, *, lora: bool, optim: Any
+) -> None:
+    """Raise UserError for a cache under which a training cannot sample, or not with these settings."""
+    try:
+        cache.check_trainable()
+    except UserError as error:
+        raise UserError(error.message, f"cache.{error.key}") from None
+    if isinstance(cache, LearnedConfig) and lora:
+        raise UserError(f"does not work with cache.policy {cache.name}; remove lora", "lora")
+    if rollout.tensor_parallel > 1:
+        wrong = "in training each process has an engine of its own; use launch.processes instead of tensor_parallel"
+        raise UserError(wrong, "rollout.tensor_parallel")
+    if scorers is None:
+        return
+    if not isinstance(cache, KVpopPolicyConfig):
+        raise UserError(
+            f"{cache.name} has no scorers to train; remove scorers, or set cache.policy to kvpop", "scorers"
+        )
+    if cache.scorer.name == "recency":
+        raise UserError("the scorer recency has no parameters, so there is nothing to learn; remove scorers", "scorers")
+    refuse_own_groups(optim)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(Configuration):
     """Settings of KL distillation under recorded evictions (G-KV appendix C).
@@ -250,6 +288,24 @@ class DistillConfig(Configuration):
         for key in ("keep", "refresh_every", "overlong"):
             if getattr(self, key) not in (None, 0, "truncate") and self.completions == "student":
                 raise UserError("applies only to the dataset's completions (completions: data); remove it", key)
+
+    def check(self, cache: PolicyConfig, *, scorers: bool, save_steps: float, cached_teacher: bool) -> None:
+        """Raise UserError if these settings do not work with the other settings of a distillation.
+
+        scorers : True if the scorers of the cache are trained
+        save_steps : number of steps between checkpoints; 0 for none
+        cached_teacher : True if the teacher is a teacher cache
+        """
+        if scorers and self.packing:
+            raise UserError("scorers read each sequence from its start; set packing: false", "packing")
+        if self.packing and not cache.packs:
+            raise UserError(f"sequences under {cache.name} cannot be packed; set packing: false", "packing")
+        if self.completions == "student" and cached_teacher:
+            wrong = "covers only the dataset's completions, but the student samples new ones; remove teacher_cache"
+            raise UserError(wrong, "teacher_cache")
+        if self.refresh_every and save_steps % self.refresh_every:
+            why = "because resuming sends the checkpoint's weights to the engine"
+            raise UserError(f"must divide save_steps ({save_steps}), {why}", "refresh_every")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,34 +13,46 @@ which records the trace; or the student samples completions under eviction.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
+from rollout.config import RolloutConfig
 from rollout.engine import Engine, SamplingConfig
 from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
-from sparse_rl.models.load import base_of, head_of
-from trainer.arguments import ReplayedArguments, check_adapters
+from sparse_rl.errors import UserError
+from sparse_rl.models.directory import model_directory
+from sparse_rl.models.load import base_of, head_of, load_plain_model
+from trainer.arguments import ReplayedArguments, check_adapters, refusals, weights_dtype, with_settings
 from trainer.base import Resumable
-from trainer.batch import Batch, Example, trace_of
-from trainer.config import DistillationLossConfig, DistillConfig, ScorersConfig
+from trainer.batch import Batch, Example, completed_examples, prompt_examples, trace_of
+from trainer.config import DistillationLossConfig, DistillConfig, ScorersConfig, TrainingConfig
 from trainer.losses import DistillationLoss, TopK
+from trainer.sampler import SamplerSettings
 from trainer.teacher import TeacherCache
-from trainer.weights import give_weights, live_weights, partitioned
+from trainer.weights import carry_scorers, give_weights, live_weights, partitioned
 
 
 @dataclass
 class TaughtArguments(ReplayedArguments, TrainingArguments):
-    loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+    library: ClassVar[Any] = TrainingArguments
+
+    @cached_property
+    def loss(self) -> DistillationLossConfig:
+        """The settings of the loss per token."""
+        return self.settings(DistillationLossConfig)
 
     def __post_init__(self) -> None:
         self.remove_unused_columns = False
@@ -64,6 +76,7 @@ class TaughtTrainer(Resumable):
         **kwargs: Any,
     ) -> None:
         check_adapters(model)
+        args.settle_kernel(base_of(model).config)
         data = {"train_dataset": list(examples), "eval_dataset": None if validation is None else list(validation)}
         super().__init__(model=model, args=args, data_collator=list, **data, **kwargs)
         adopt(base_of(self.model))
@@ -180,18 +193,67 @@ class TaughtTrainer(Resumable):
         self._sums.update(state["sums"])
 
 
-@dataclass
+@with_settings(TrainingConfig, DistillationLossConfig, DistillConfig)
 class DistillArguments(TaughtArguments):
+    """transformers' TrainingArguments with the further keys of a distillation recipe, and with a recipe's defaults.
+
+    It takes every option of TrainingArguments, and as keyword arguments of the same level the keys of `sparse-rl keys
+    distill` that set the loss and the completions (`temperature`, `top_k`, `completions`, `max_length`, ...).
+
+    bf16 : compute in bfloat16; None means true, unless fp16 is set
+    scorers : settings for training the scorers of a learned policy further; None leaves them unchanged
+
+    Raises UserError for an option that this project or transformers refuses.
+    """
+
     kind: ClassVar[str] = "distill"
-    distill: DistillConfig = field(default_factory=DistillConfig)
+    bf16: Any = None
     scorers: ScorersConfig | None = None
+
+    @cached_property
+    def distill(self) -> DistillConfig:
+        """The settings of the completions."""
+        return self.settings(DistillConfig)
+
+    def __post_init__(self) -> None:
+        self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
+        assert self.distill and self.loss  # checks the settings
+        super().__post_init__()
+
+
+def make_examples(
+    rows: Any, tokenizer: Any, thinking: bool | None, config: DistillConfig, longest: Iterable[int | None], where: str
+) -> list[Example]:
+    """Return the rows of a dataset as examples, without completions if the student samples them.
+
+    longest : further limits of the tokens in prompt and completion; None limits nothing
+    where : name of the dataset in messages
+    """
+    if config.completions == "student":
+        return prompt_examples(rows, tokenizer, thinking)
+    return completed_examples(
+        rows,
+        tokenizer,
+        thinking,
+        max_length=min(length for length in (config.max_length, *longest) if length),
+        max_completion_length=config.max_completion_length,
+        truncate=config.overlong == "truncate",
+        where=where,
+    )
 
 
 class DistillTrainer(TaughtTrainer):
-    """Distils a teacher into a model under the evictions that an engine records. It takes the parameters of
-    TaughtTrainer, and:
+    """Distils a teacher into a model under the evictions that an engine records.
 
-    sleep : True frees the engine's memory while the student is trained, if the engine supports this
+    model : the student: a directory, a hub name, or a module
+    args : a DistillArguments or TrainingArguments; None means the defaults
+    train_dataset, eval_dataset : rows with the columns prompt and completion (only prompt, if the student samples the
+        completions), or a list of `trainer.batch.Example`
+    teacher : directory, hub name, module, or teacher cache; None means the starting model itself
+    cache, rollout, engine, max_prompt_tokens, thinking : as for SparseGRPOTrainer
+    processing_class : tokenizer; None means that of the model
+    peft_config : LoRA adapters to train; None trains the whole model
+    kwargs : further parameters of transformers' Trainer, such as callbacks
     """
 
     args: DistillArguments
@@ -199,16 +261,71 @@ class DistillTrainer(TaughtTrainer):
     def __init__(
         self,
         model: Any,
-        teacher: Any,
-        engine: Engine,
-        args: DistillArguments,
-        *data: Any,
-        sleep: bool = False,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        teacher: Any = None,
+        cache: Any = None,
+        rollout: RolloutConfig | Mapping[str, Any] | None = None,
+        engine: Engine | None = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        max_prompt_tokens: int | None = None,
+        thinking: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        self.engine = engine
-        super().__init__(model, teacher, args, *data, **kwargs)
-        self._sleeper = cast(Any, engine) if sleep and hasattr(engine, "sleep") else None
+        args, lora = DistillArguments.of(args), peft_config is not None or hasattr(model, "peft_config")
+        check_adapters(model, peft_config)
+        self.sampler = sampler = SamplerSettings.of(model, cache, rollout, engine, args, lora)
+        policy, named = sampler.policy, isinstance(model, (str, Path))
+        cached = isinstance(teacher, TeacherCache)
+        args.distill.check(
+            policy.config, scorers=args.scorers is not None, save_steps=args.save_steps, cached_teacher=cached
+        )
+        student: Any = model
+        if named:
+            student = load_plain_model(sampler.place, weights_dtype(args.dtype, args.zero_stage, lora))
+        config = base_of(student).config
+
+        def examples_of(rows: Any, where: str) -> list[Example] | None:
+            if rows is None or all(isinstance(row, Example) for row in rows):
+                return rows
+            if args.distill.keep is not None:
+                raise UserError("names a reward, which only a recipe can use; filter the rows instead", "keep")
+            nonlocal processing_class
+            processing_class = sampler.tokenizer() if processing_class is None else processing_class
+            longest = sampler.rollout.max_model_len, config.max_position_embeddings
+            return make_examples(rows, processing_class, thinking, args.distill, longest, where)
+
+        data: Any = examples_of(train_dataset, "train_dataset"), examples_of(eval_dataset, "eval_dataset")
+        carry_scorers(student, policy, sampler.place)
+        own = teacher is None
+        if own:
+            teacher = sampler.place if named else base_of(copy.deepcopy(model))
+        if isinstance(teacher, (str, Path)):
+            teacher = load_plain_model(model_directory(str(teacher)), args.dtype, "model" if own else "teacher")
+        if not cached and teacher.config.vocab_size != config.vocab_size:
+            wrong = f"has a vocabulary of {teacher.config.vocab_size} tokens, but the student's has {config.vocab_size}"
+            raise UserError(wrong, "teacher")
+        if peft_config is not None:
+            from peft import get_peft_model
+
+            set_seed(args.seed)
+            with refusals():
+                student = get_peft_model(student, peft_config)
+        copied = sampler.place if named or args.distill.completions == "student" else model
+        if args.distill.completions == "student":
+            live = base_of(student)
+        elif own and not policy.layered_parameters and not args.distill.refresh_every and args.zero_stage < 3:
+            live = teacher  # it is the starting model and never changes, so it also serves as the sampled model
+        else:
+            live = sampler.place if named or engine is not None else base_of(copy.deepcopy(model))
+        lengths = max_prompt_tokens, args.distill.max_completion_length
+        self.engine = engine = sampler.open(live, copied, config, args, *lengths)
+        super().__init__(student, teacher, args, *data, processing_class=processing_class, **kwargs)
+        sleeps = sampler.rollout.sleep and hasattr(engine, "sleep")
+        self._sleeper = cast(Any, engine) if sleeps else None
         self.carry_scorers_of(engine.policy, args.scorers)
         if self.scorer_loss is not None:
             self.summed = (*self.summed, "boundary")

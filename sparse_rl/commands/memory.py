@@ -16,6 +16,7 @@ import torch
 
 from rollout.context.cache import context_bytes
 from rollout.context.compact import stored_queries
+from rollout.measure.accuracy import label as policy_label
 from rollout.measure.contexts import label
 from rollout.vllm.memory import beside_cache, held_head, pool_bytes
 from sparse_rl.attention.families import windows_of
@@ -32,6 +33,7 @@ from sparse_rl.models.load import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes, window_bytes
+from sparse_rl.policies.schedule import GrowingSchedule
 from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, Run, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig
@@ -196,9 +198,12 @@ class _Process:
         unit_bytes = cache_bytes(entries + summaries, layers, kv_heads, wide, self.itemsize)
         state = state_bytes(policy, entries, layers, kv_heads, head_dim)
         state += query_bytes(policy, layers, self.heads, head_dim, self.itemsize)
-        name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
-        name += f" in {some} layers" if some else ""
+        name = policy_label(policy) + (f" in {some} layers" if some else "")
         note = f"{name}: {entries} entries, {show(unit_bytes)} per sequence"
+        if isinstance(policy.schedule, GrowingSchedule) and fed > prompt:
+            queries = torch.arange(prompt + 1, fed + 1)
+            attended = policy.schedule.attended(queries * 0 + prompt, queries).double().mean()
+            note += f" ({attended:.0f} entries on average while it decodes)"
         note += f"; heads of {wide}, which include biases" if wide > head_dim else ""
         if self.vllm:  # the pool contains them
             return [Item(f"KV cache of {at_once}", when="sampling", note=f"{note}, in the pool")]

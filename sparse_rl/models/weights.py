@@ -29,7 +29,7 @@ from torch import Tensor
 from sparse_rl.attention.families import MULTIMODAL
 from sparse_rl.errors import UserError, reason
 from sparse_rl.files import fingerprint, open_tensors, read_json
-from sparse_rl.models.directory import CONFIG_FILE, INDEX, POLICY_FILE, SCORER_FILE, SCORERS, WEIGHTS
+from sparse_rl.models.directory import CENTRES_FILE, CONFIG_FILE, INDEX, POLICY_FILE, SCORER_FILE, SCORERS, WEIGHTS
 
 # ---- the text part ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ SETTINGS = (  # patterns of the files that configure a model and its tokenizer
     *("config.json", "generation_config.json", POLICY_FILE, "*token*.json", "vocab.*", "merges.txt", "*.model"),
     *("chat_template*", "additional_chat_templates/*"),
 )
-WEIGHT_FILES = ("model*.safetensors", INDEX, SCORER_FILE)
+WEIGHT_FILES = ("model*.safetensors", INDEX, SCORER_FILE, CENTRES_FILE)
 LEFT_OUT = (SCORERS, "lm_head.", "rotary_emb.")  # a checkpoint or a module may lack these tensors
 
 

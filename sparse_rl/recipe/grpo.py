@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rollout.config import SAMPLE_LIVE, SamplingConfig
+from rollout.config import SamplingConfig
 from sparse_rl.config import Text, as_mapping, flat
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import LearnedConfig
@@ -124,11 +124,9 @@ class GRPORecipe(SampledRecipe):
     # ---- the run ------------------------------------------------------------------------------------------------
 
     def make_trainer(self, run: Run, folder: Path) -> Any:
-        from sparse_rl.policies.make import make_policy
         from trainer import rundir
-        from trainer.arguments import adapters, model_options
-        from trainer.grpo.trainer import SparseGRPOTrainer, grpo_arguments
-        from trainer.weights import carry_scorers
+        from trainer.arguments import adapters
+        from trainer.grpo.trainer import SparseGRPOArguments, SparseGRPOTrainer
 
         options, validation = self.training_arguments(), self.validation
         if validation is not None:
@@ -140,32 +138,20 @@ class GRPORecipe(SampledRecipe):
                 "per_device_eval_batch_size": groups * validation.samples,
             }
         functions, weights = run.rewards
-        args = grpo_arguments(
-            self.grpo,
-            **vars(self.replay),
-            scorers=self.scorers,
-            model_init_kwargs=model_options(self.weights_dtype()),
-            reward_weights=weights,
-            **options,
-        )
-        policy = make_policy(self.cache)
-
-        def engine_of(live: Any) -> Any:
-            carry_scorers(live, policy, self.model)
-            return self.engine_of(live if self.rollout.engine in SAMPLE_LIVE else self.model)
-
+        options |= {**vars(self.grpo), **vars(self.replay), "scorers": self.scorers, "reward_weights": weights}
         completions = rundir.CompletionLog(folder)
         trainer = SparseGRPOTrainer(
             model=self.model,
             reward_funcs=functions,
-            args=args,
+            args=SparseGRPOArguments(**options),
             train_dataset=run.rows,
             eval_dataset=run.held_out,
             processing_class=run.tokenizer,
             peft_config=adapters(self.lora, run.skeleton),
             callbacks=[rundir.RunLog(folder), completions],
-            make_engine=engine_of,
-            sleep=self.rollout.sleep,
+            cache=self.cache,
+            rollout=self.rollout,
+            max_prompt_tokens=self.longest_prompt(),
             thinking=self.data.thinking,
         )
         completions.trainer = trainer

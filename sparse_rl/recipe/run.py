@@ -26,19 +26,17 @@ from rollout.context.config import PromptCacheConfig
 from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, as_mapping, flat, show
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.methods.config import FullConfig, KVpopPolicyConfig, LearnedConfig, PolicyConfig
+from sparse_rl.methods.config import FullConfig, PolicyConfig
 from sparse_rl.progress import say, stage, warn
 from sparse_rl.recipe.yaml_text import dump_yaml, parse_yaml
-from trainer.config import LaunchConfig, LoraConfig, ReplayConfig, ScorersConfig, TrainingConfig
+from trainer.config import LaunchConfig, LoraConfig, ReplayConfig, ScorersConfig, TrainingConfig, check_sampled
 
 if TYPE_CHECKING:
-    from rollout.engine import Engine
     from sparse_rl.policies.base import Policy
 
 R = TypeVar("R", bound="Recipe", covariant=True)
 C = TypeVar("C", bound="Recipe")
 NOT_YAML = {"yaml": False}
-GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers with their own parameter groups
 SHOWN = 3  # rows with unreadable golds in a message
 
 
@@ -220,23 +218,13 @@ class Recipe(Configuration):
 
     def engine_arguments(self) -> dict[str, Any]:
         """Return the arguments of `make_engine`, except model, policy and progress. The engine must be chosen."""
-        rollout, bounds = self.rollout, self.prompt_bounds()
-        assert rollout is not None
-        arguments = {"dtype": self.dtype, "max_batch": rollout.max_batch}
-        if rollout.engine == "hf":
-            return arguments
-        prompt = None if None in bounds else max(bound or 0 for bound in bounds)
-        return {
-            **arguments,
-            "max_prompt": prompt,
-            "max_model_len": rollout.max_model_len or (prompt and prompt + self.sampling().max_tokens),
-            "kv_cache_gb": rollout.kv_cache_gb,
-            "gpu_memory_utilization": rollout.gpu_memory_utilization,
-            "tensor_parallel": rollout.tensor_parallel,
-            "sleep_mode": rollout.sleep,
-            "full_graphs": rollout.full_graphs,
-            "exact": rollout.exact,
-        }
+        assert self.rollout is not None
+        return self.rollout.arguments(self.dtype, self.longest_prompt(), self.sampling().max_tokens)
+
+    def longest_prompt(self) -> int | None:
+        """Return the maximum number of tokens in a prompt; None means unknown."""
+        bounds = self.prompt_bounds()
+        return None if None in bounds else max((bound or 0 for bound in bounds), default=None)
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
@@ -266,7 +254,7 @@ class Recipe(Configuration):
         from rollout.context import budgets
         from rollout.context.reader import check_movable
         from sparse_rl.attention.families import global_layers
-        from sparse_rl.models.directory import check_scorers
+        from sparse_rl.models.centres import check_parameters
         from sparse_rl.models.weights import check_weights, identify, meta_model
 
         skeleton = (meta_model if self.from_scratch else check_weights)(config, self.model)
@@ -281,7 +269,7 @@ class Recipe(Configuration):
             if compaction.by_text:
                 check_movable(config, "prompt_cache.chunking")
         for policy in run.policies:
-            check_scorers(self.model, policy)
+            check_parameters(self.model, policy)
         for remark in run.remarks:
             warn(remark)
         return replace(run, skeleton=skeleton)
@@ -541,7 +529,7 @@ class TrainRecipe(Recipe):
         """
         from sparse_rl.models.directory import saved_policy
         from sparse_rl.models.load import changed_generation_settings
-        from sparse_rl.recipe.resume import checkpoint_to_resume
+        from trainer.checkpoint import checkpoint_to_resume
 
         for backend in self.training.report_to:
             if importlib.util.find_spec(backend) is None:
@@ -564,7 +552,7 @@ class TrainRecipe(Recipe):
         findings |= kernels
         checkpoint = None
         if resume is not None:
-            checkpoint = checkpoint_to_resume(recipe.resolved(), resume, run.inputs())
+            checkpoint = checkpoint_to_resume(resume, recipe.resolved(), run.inputs())
             findings["resume"] = str(checkpoint)
         for topic in ("rollouts", "attention kernel", "scorers' target", "generation config"):
             if here and topic in findings:
@@ -587,7 +575,7 @@ class TrainRecipe(Recipe):
         """Return the dtype in which the trained weights are kept."""
         from trainer.arguments import weights_dtype
 
-        return weights_dtype(self.dtype, self.launch, self.lora)
+        return weights_dtype(self.dtype, self.launch.zero_stage, self.lora is not None)
 
     def training_arguments(self) -> dict[str, Any]:
         """Return the options that transformers' TrainingArguments and TRL's configurations share."""
@@ -616,14 +604,6 @@ class ReplayedRecipe(TrainRecipe):
     def attending_models(self) -> list[str]:
         """Return the names of the models that use the recipe's attention kernel."""
         return [self.model]
-
-    def refuse_own_groups(self) -> None:
-        """Raise UserError for an optimizer that cannot use separate learning rates for model and scorers."""
-        if str(self.trainer_options.get("optim")).startswith(GROUPS_OF_THEIR_OWN):
-            raise UserError(
-                "groups parameters itself, but model and scorers need separate learning rates; use another optimizer",
-                "optim",
-            )
 
     def with_attention_kernel(self, kernel: str) -> Self:
         """Return a copy of the recipe that uses the attention kernel `kernel`."""
@@ -660,31 +640,9 @@ class SampledRecipe(ReplayedRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_learned()
-        try:
-            self.cache.check_trainable()
-        except UserError as error:
-            raise UserError(error.message, f"cache.{error.key}") from None
-        if self.rollout.tensor_parallel > 1:
-            wrong = "in training each process has an engine of its own; use launch.processes instead of tensor_parallel"
-            raise UserError(wrong, "rollout.tensor_parallel")
+        optim = self.trainer_options.get("optim")
+        check_sampled(self.cache, self.rollout, self.scorers, lora=self.lora is not None, optim=optim)
         self.check_model_len()
-
-    def _check_learned(self) -> None:
-        """Raise UserError for settings that do not work with a learned policy, or with training its scorers."""
-        if isinstance(self.cache, LearnedConfig) and self.lora is not None:
-            raise UserError(f"does not work with cache.policy {self.cache.name}; remove lora", "lora")
-        if self.scorers is None:
-            return
-        if not isinstance(self.cache, KVpopPolicyConfig):
-            raise UserError(
-                f"{self.cache.name} has no scorers to train; remove scorers, or set cache.policy to kvpop", "scorers"
-            )
-        if self.cache.scorer.name == "recency":
-            raise UserError(
-                "the scorer recency has no parameters, so there is nothing to learn; remove scorers", "scorers"
-            )
-        self.refuse_own_groups()
 
     def foresees(self) -> bool:
         return self.scorers is not None
@@ -694,10 +652,3 @@ class SampledRecipe(ReplayedRecipe):
 
     def longest_row(self, prompt: int) -> int | None:
         return prompt + self.sampling().max_tokens
-
-    def engine_of(self, model: Any) -> Engine:
-        """Return the engine that samples from `model` under the recipe's cache."""
-        from rollout.engine import make_engine
-
-        arguments = {**self.engine_arguments(), "policy": self.cache, "progress": self.rollout.progress}
-        return make_engine(self.rollout.engine, model=model, **arguments)

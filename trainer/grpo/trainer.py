@@ -20,10 +20,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -35,6 +36,7 @@ from trl.models.utils import _ForwardRedirection
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, maybe_gather_lm_head_ctx
 
+from rollout.config import RolloutConfig
 from rollout.engine import Engine, Rollout, SamplingConfig
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
@@ -45,51 +47,47 @@ from sparse_rl.experts import RouterReplay, balancing_loss, has_experts
 from sparse_rl.models.load import base_of
 from sparse_rl.trace import EvictionTrace, Supports
 from sparse_rl.trace.sections import SUPPORT
-from trainer.arguments import ReplayedArguments, check_adapters
+from trainer.arguments import ReplayedArguments, check_adapters, model_options, weights_dtype, with_settings
 from trainer.base import Resumable, text_parts
-from trainer.config import ScorersConfig, SparseGRPOConfig
-from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock
+from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig
+from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock, show_panels
 from trainer.grpo.sync import WeightSync
-from trainer.weights import load_reference, reference_state
+from trainer.sampler import SamplerSettings
+from trainer.weights import carry_scorers, load_reference, reference_state
 
 
-@dataclass
+@with_settings(TrainingConfig, SparseGRPOConfig)
 class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
-    """TRL's GRPOConfig with our configuration as additional fields. Use `grpo_arguments` to build it."""
+    """TRL's GRPOConfig with the further keys of a GRPO recipe, and with a recipe's defaults.
 
-    kind: ClassVar[str] = "grpo"
-    sparse: SparseGRPOConfig = field(default_factory=SparseGRPOConfig)
-    scorers: ScorersConfig | None = None
+    It takes every option of GRPOConfig, and as keyword arguments of the same level the keys of `sparse-rl keys grpo`
+    that set the algorithm (`train_attention`, `importance_correction`, `replay_guard`, ...).
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sparse.check_options(vars(self))
-        if self.sparse.importance_correction != "none":
-            self.vllm_importance_sampling_mode = self.sparse.importance_correction
-            self.vllm_importance_sampling_clip_max = self.sparse.importance_clip
-
-
-def grpo_arguments(
-    sparse: SparseGRPOConfig, *, model_init_kwargs: dict[str, Any] | None = None, **options: Any
-) -> SparseGRPOArguments:
-    """Return the arguments of a SparseGRPOTrainer. Fields that TRL and `sparse` share get the values of `sparse`.
-
-    options : options of TRL and transformers (trainer.arguments.training_options), and fields of SparseGRPOArguments
+    scorers : settings for training the scorers of a learned policy further; None leaves them unchanged
 
     Raises UserError for an option that this project, TRL or transformers refuses.
     """
-    trl_names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
-    shared = {f.name: getattr(sparse, f.name) for f in dataclasses.fields(sparse) if f.name in trl_names}
-    shared["top_k"] = sparse.top_k or 0
-    shared["model_init_kwargs"] = {**(model_init_kwargs or {}), "attn_implementation": ATTENTION}
-    return SparseGRPOArguments(sparse=sparse, **shared, **options)
+
+    kind: ClassVar[str] = "grpo"
+    library: ClassVar[Any] = trl.GRPOConfig
+    scorers: ScorersConfig | None = None
+
+    @cached_property
+    def sparse(self) -> SparseGRPOConfig:
+        """The settings of RL under a sparse cache."""
+        return self.settings(SparseGRPOConfig, top_k=self.top_k or None, min_p=self.min_p or 0.0)
+
+    def __post_init__(self) -> None:
+        sparse, self.top_k = self.sparse, self.top_k or 0
+        super().__post_init__()
+        sparse.check_options(vars(self))
+        if sparse.importance_correction != "none":
+            self.vllm_importance_sampling_mode = sparse.importance_correction
+            self.vllm_importance_sampling_clip_max = sparse.importance_clip
 
 
 def _check_given(given: Mapping[str, Any]) -> None:
     """Raise UserError if SparseGRPOTrainer does not support one of the parameters `given` to GRPOTrainer."""
-    if not isinstance(args := given.get("args"), SparseGRPOArguments):
-        wrong = f"must be made by grpo_arguments (trainer/grpo/trainer.py), got {type(args).__name__}"
-        raise UserError(wrong, "args")
     for name in ("tools", "environment_factory", "rollout_func"):
         if given.get(name):
             raise UserError(f"a trace covers one completion, sampled in one call of our engine; remove {name}", name)
@@ -163,10 +161,13 @@ class TruncatedOutput(FusedCausalLMOutput):
 class SparseGRPOTrainer(Resumable, GRPOTrainer):
     """GRPO under a sparse cache.
 
-    It takes the parameters of GRPOTrainer, with `args` from `grpo_arguments`, and:
+    It takes the parameters of GRPOTrainer, with `args` a SparseGRPOArguments or a GRPOConfig (or None), and:
 
-    make_engine : function from the live transformers model to the engine; called once, before training needs memory
-    sleep : True frees the engine's memory while the weights are updated, if the engine supports this
+    cache : cache policy under which it samples and trains: a name, a mapping {"policy": name, its parameters}, or an
+        object; None means the policy saved with the model, or a full cache
+    rollout : settings of the engine, keys of the block `rollout` of a recipe; {"engine": "hf"} is the default
+    engine : an engine of the caller, in the place of `cache` and `rollout`
+    max_prompt_tokens : length of the longest prompt, for which vllm plans its cache; None means unknown
     thinking : value that is passed to the chat template, to turn thinking on or off
     """
 
@@ -174,17 +175,30 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     def __init__(
         self,
-        *args: Any,
-        make_engine: Callable[[Any], Engine],
-        sleep: bool = False,
+        *positional: Any,
+        cache: Any = None,
+        rollout: RolloutConfig | Mapping[str, Any] | None = None,
+        engine: Engine | None = None,
+        max_prompt_tokens: int | None = None,
         thinking: bool | None = None,
-        **kwargs: Any,
+        **named: Any,
     ) -> None:
-        _check_given(inspect.signature(GRPOTrainer).bind(*args, **kwargs).arguments)
+        given = inspect.signature(GRPOTrainer).bind(*positional, **named).arguments
+        given["args"] = args = SparseGRPOArguments.of(given.get("args"))
+        _check_given(given)
+        model, adapted = given["model"], given.get("peft_config") is not None or hasattr(given["model"], "peft_config")
+        self.sampler = SamplerSettings.of(model, cache, rollout, engine, args, adapted)
+        if isinstance(model, (str, Path)):
+            given["model"] = self.sampler.place
+            options, own = model_options(weights_dtype(args.dtype, args.zero_stage, adapted)), args.model_init_kwargs
+            args.model_init_kwargs = {**options, **cast(dict, own or {}), "attn_implementation": ATTENTION}
+        if given.get("processing_class") is None:
+            given["processing_class"] = self.sampler.tokenizer()
         self.thinking = thinking
         with text_parts(grpo_trainer):
-            super().__init__(*args, **kwargs)
+            super().__init__(**given)
         check_made(self)
+        show_panels(self.callback_handler.callbacks)
         for model in filter(None, (self.model, self.ref_model)):
             adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model
             refuse_reentrant_checkpointing(model)
@@ -201,11 +215,16 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             stop_token_ids=self.eos_token_ids,
         )
         self.clock = StepClock()
-        self.engine = make_engine(base_of(self.accelerator.unwrap_model(self.model)))
+        live = base_of(self.accelerator.unwrap_model(self.model))
+        args.settle_kernel(live.config)
+        carry_scorers(live, self.sampler.policy, self.sampler.place)
+        lengths = max_prompt_tokens, self.sampling.max_tokens
+        self.engine = self.sampler.open(live, self.sampler.place or live, live.config, args, *lengths)
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
         if self.args.sync_ref_model and self.learned_policy is not None:
             raise UserError("the reference model lacks the scorers of the model; remove this key", "sync_ref_model")
-        self.weight_sync, self.own_metrics = WeightSync(self.engine, self, sleep), GRPOMetrics(self)
+        self.weight_sync = WeightSync(self.engine, self, self.sampler.rollout.sleep)
+        self.own_metrics = GRPOMetrics(self)
         self._redirect = _ForwardRedirection()
         self.batch = TracedBatch()
         self._generations = 0  # number of generations so far, for the sampling seed
