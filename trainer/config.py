@@ -335,7 +335,8 @@ class SFTTrainingConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(Configuration):
-    """Settings of supervised fine-tuning with a full cache.
+    """Settings of supervised fine-tuning with a full cache. With `data.traces` the recipe instead becomes one of kind
+    distill with kl_weight 0 and ce_weight 1: of these settings it uses only `max_length`, and drops longer rows.
 
     With `packing: true`, TRL packs several documents into a row, and a token sees only its own document. With
     `packing_strategy: wrapped`, a token also sees the documents before its own in the row.

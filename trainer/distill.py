@@ -13,11 +13,10 @@ which records the trace; or the student samples completions under eviction.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -27,6 +26,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
 from rollout.engine import Engine, SamplingConfig
+from rollout.recorded import RecordedRollouts
 from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
 from sparse_rl.models.load import base_of, head_of
 from trainer.arguments import ReplayedArguments, check_adapters
@@ -48,7 +48,8 @@ class TaughtArguments(ReplayedArguments, TrainingArguments):
 
 
 class TaughtTrainer(Resumable):
-    """Trains a student, `model`, to match a teacher: a model with its vocabulary, or a teacher cache."""
+    """Trains a student, `model`, to match a teacher: a model with its vocabulary, or a teacher cache. Without a teacher
+    (None) only the cross-entropy is trained; kl_weight must then be 0."""
 
     args: TaughtArguments
     loss_is_scaled_for_ga = True  # our loss is already divided by the tokens of the whole update
@@ -57,7 +58,7 @@ class TaughtTrainer(Resumable):
     def __init__(
         self,
         model: PreTrainedModel,
-        teacher: PreTrainedModel | TeacherCache,
+        teacher: PreTrainedModel | TeacherCache | None,
         args: TaughtArguments,
         examples: Sequence[Example],
         validation: Sequence[Example] | None = None,
@@ -69,7 +70,7 @@ class TaughtTrainer(Resumable):
         adopt(base_of(self.model))
         refuse_reentrant_checkpointing(cast(Any, self.model))
         self.teacher: Any = teacher
-        if not isinstance(teacher, TeacherCache):
+        if teacher is not None and not isinstance(teacher, TeacherCache):
             whole, ours = adopt(teacher).requires_grad_(False).eval(), self.accelerator
             self.teacher = prepare_deepspeed(whole, ours) if partitioned(ours) else whole.to(ours.device)
         self.loss = DistillationLoss(args.loss)
@@ -78,7 +79,8 @@ class TaughtTrainer(Resumable):
         self._weight = 1.0  # weight of a batch in the sums; 0 if a process only repeats a batch, as in `evaluate`
 
     def models(self) -> dict[str, Any]:
-        return super().models() | ({} if isinstance(self.teacher, TeacherCache) else {"the teacher": self.teacher})
+        no_model = self.teacher is None or isinstance(self.teacher, TeacherCache)
+        return super().models() | ({} if no_model else {"the teacher": self.teacher})
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -124,8 +126,10 @@ class TaughtTrainer(Resumable):
         return *sums, torch.tensor(float(len(batch.targets)), device=hidden.device)
 
     @torch.no_grad()
-    def _teacher_outputs(self, batch: Batch) -> Callable[[slice], Tensor | TopK]:
+    def _teacher_outputs(self, batch: Batch) -> Callable[[slice], Tensor | TopK] | None:
         """Return a function from a slice of the completion tokens to the teacher's logits, or to its top k as TopK."""
+        if self.teacher is None:
+            return None
         if isinstance(self.teacher, TeacherCache):
             return self.teacher.read(batch.examples, self.accelerator.device).__getitem__
         whole, config = cast(Any, self.accelerator.unwrap_model(self.teacher)), self.loss.config
@@ -146,6 +150,8 @@ class TaughtTrainer(Resumable):
         """Return the metrics since the last log."""
         sums = self._sums
         named = {"kl": "kl", "ce": "ce", "token_accuracy": "right"}
+        if self.teacher is None:
+            del named["kl"]
         means = {name: sums[key] / sums["tokens"] for name, key in named.items()}
         return {**means, "cache/retention": sums["retention"] / sums["sequences"]}
 
@@ -200,13 +206,13 @@ class DistillTrainer(TaughtTrainer):
         self,
         model: Any,
         teacher: Any,
-        engine: Engine,
+        engine: Engine | RecordedRollouts,
         args: DistillArguments,
         *data: Any,
         sleep: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.engine = engine
+        self.engine: Any = engine
         super().__init__(model, teacher, args, *data, **kwargs)
         self._sleeper = cast(Any, engine) if sleep and hasattr(engine, "sleep") else None
         self.carry_scorers_of(engine.policy, args.scorers)
@@ -219,6 +225,8 @@ class DistillTrainer(TaughtTrainer):
         self._synced: int | None = None
 
     def _with_traces(self, examples: Sequence[Example]) -> list[Example]:
+        if isinstance(self.engine, RecordedRollouts):
+            return [replace(e, trace=self.engine.trace(cast(Any, e.place), e.length)) for e in examples]
         prompts = [example.prompt for example in examples]
         with self.refused_at_this_step(), self._engine_weights() as engine:
             if self._sampling is None:
@@ -226,7 +234,7 @@ class DistillTrainer(TaughtTrainer):
                 rollouts = engine.simulate(prompts, completions, self.args.loss.temperature)
             else:
                 seed = self.sampling_seed(self.state.global_step)
-                rollouts = engine.generate(prompts, dataclasses.replace(self._sampling, seed=seed))
+                rollouts = engine.generate(prompts, replace(self._sampling, seed=seed))
         return [Example.from_rollout(rollout) for rollout in rollouts]
 
     def _count(self, examples: Sequence[Example]) -> Tensor:

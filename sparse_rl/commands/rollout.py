@@ -95,6 +95,7 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
         from rollout.files import written_rollouts
         from rollout.measure.accuracy import summary
         from sparse_rl.models.load import model_fingerprint
+        from sparse_rl.models.weights import weights_digest
         from sparse_rl.policies.make import fingerprint
 
         prepared, source, prompts = prepare_sampling(recipe, problems)
@@ -119,11 +120,13 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
         sampling=settings,
         evicts=policy.schedule.evicts or bool(caches),
         made_by=made_by,
+        weights=weights_digest(recipe.model),
+        rollouts=len(source) * samples,
     )
     summaries: list[dict[str, Any]] = []
     row = stage("rollouts", total=len(source), unit="problem", shown=engine.progress)
     with opened as parts, written_rollouts(folder, origin) as add, row as progress:
-        kept = [name for name in ("prompt", "answer") if name in source.column_names]
+        kept = [name for name in source.column_names if name != "context"]  # the prompt begins with the context
         for indices, part in parts:
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
             rows = [{name: source[i][name] for name in kept} for i in indices for _ in range(samples)]

@@ -57,6 +57,11 @@ class TaughtRecipe(ReplayedRecipe):
         return self.taught_by.teacher or self.model
 
     @property
+    def without_teacher(self) -> bool:
+        """True if only the cross-entropy of given completions is trained, which needs no teacher."""
+        return self.data.traces is not None and self.loss.kl_weight == 0
+
+    @property
     def own_teacher(self) -> bool:
         """True if the starting model itself is the teacher, and no teacher cache replaces the teacher."""
         return self.taught_by.teacher is None and self.taught_by.teacher_cache is None
@@ -70,6 +75,8 @@ class TaughtRecipe(ReplayedRecipe):
         from sparse_rl.models.weights import check_weights
 
         teacher = self.taught_by.teacher
+        if self.without_teacher:
+            return "none, as kl_weight is 0"
         if (folder := self.taught_by.teacher_cache) is not None:
             return f"predictions saved in {folder}: {len(self.open_teacher_cache(folder, config).places)} sequences"
         if teacher is None:
@@ -132,6 +139,8 @@ class TaughtRecipe(ReplayedRecipe):
         """Return the teacher model, or the teacher cache, which must contain all `examples`."""
         from sparse_rl.models.load import load_plain_model
 
+        if self.without_teacher:
+            return None
         if (folder := self.taught_by.teacher_cache) is None:
             return load_plain_model(self.teacher_model, self.dtype, "model" if self.own_teacher else "teacher")
         cache = self.open_teacher_cache(folder, config)
@@ -157,6 +166,10 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
         if self.distill.completions == "student" and self.taught_by.teacher_cache is not None:
             wrong = "covers only the dataset's completions, but the student samples new ones; remove teacher_cache"
             raise UserError(wrong, "teacher_cache")
+        if self.recorded:
+            for key, default in (("completions", "data"), ("refresh_every", 0)):
+                if getattr(self.distill, key) != default:
+                    raise UserError("has no effect on recorded rollouts; remove this key", key)
         if self.distill.refresh_every and self.training.save_steps % self.distill.refresh_every:
             every = self.training.save_steps
             wrong = f"must divide save_steps ({every}), because resuming sends the checkpoint's weights to the engine"
@@ -185,29 +198,30 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
     def simulates_apart(self) -> bool:
         """True if a further copy of the model simulates the evictions of given completions."""
         uses_same_weights = self.own_teacher and self.launch.zero_stage < 3 and not self.distill.refresh_every
-        return self.distill.completions != "student" and not uses_same_weights
+        return not self.recorded and self.distill.completions != "student" and not uses_same_weights
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
     def make_examples(self, run: Run, rows: Any, data: DataConfig, where: str) -> list[Example]:
         """Return the examples of a dataset that remain after the `keep` filter and the length limits."""
-        from trainer.batch import accepted, completed_examples, prompt_examples
+        from trainer.batch import accepted, completed_examples, prompt_examples, recorded_examples
 
         distill, tokenizer = self.distill, run.tokenizer
         if distill.completions == "student":
             return prompt_examples(rows, tokenizer, data.thinking)
         if distill.keep is not None:
             rows = accepted(rows, run.rewards[0][0], distill.keep_from, where, tokenizer, data.thinking)
-        limits = distill.max_length, self.rollout.max_model_len, run.config.max_position_embeddings
-        return completed_examples(
-            rows,
-            tokenizer,
-            data.thinking,
-            max_length=min(length for length in limits if length),
-            max_completion_length=distill.max_completion_length,
-            truncate=distill.overlong == "truncate",
-            where=where,
-        )
+        engine = None if self.rollout is None else self.rollout.max_model_len
+        longest = min(filter(None, (distill.max_length, engine, run.config.max_position_embeddings)))
+        limits: dict[str, Any] = {
+            "max_length": longest,
+            "max_completion_length": distill.max_completion_length,
+            "truncate": distill.overlong == "truncate",
+            "where": where,
+        }
+        if data.traces:
+            return recorded_examples(rows, **limits)
+        return completed_examples(rows, tokenizer, data.thinking, **limits)
 
     def make_trainer(self, run: Run, folder: Path) -> Any:
         from sparse_rl.models.load import base_of, load_plain_model
@@ -230,16 +244,17 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             with refusals():
                 student = get_peft_model(student, adapters(self.lora, run.skeleton))
         starting: Any = self.model
-        live = self.rollout.engine in SAMPLE_LIVE
+        live = self.rollout is not None and self.rollout.engine in SAMPLE_LIVE
         if live and self.distill.completions == "student":
             starting = base_of(student)
         elif live and not self.distill.refresh_every and self.launch.zero_stage < 3:
             # a teacher that is the starting model and never changes also serves as the sampled model
             starting = teacher if self.own_teacher and not policy.layered_parameters else self.model
         with outside_deepspeed(args):
-            engine = self.engine_of(starting)
+            engine = self.recording(run.config) if self.rollout is None else self.engine_of(starting)
         return DistillTrainer(
-            student, teacher, engine, args, examples, held_out, sleep=self.rollout.sleep,
+            student, teacher, engine, args, examples, held_out,
+            sleep=self.rollout is not None and self.rollout.sleep,
             processing_class=run.tokenizer, callbacks=[rundir.RunLog(folder)],
         )  # fmt: skip
 

@@ -35,6 +35,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, maybe_gather_lm_head_ctx
 
 from rollout.engine import Engine, Rollout, SamplingConfig
+from rollout.recorded import RecordedRollouts
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
 from sparse_rl.attention.views import make_view
@@ -164,7 +165,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     It takes the parameters of GRPOTrainer, with `args` from `grpo_arguments`, and:
 
-    make_engine : function from the live transformers model to the engine; called once, before training needs memory
+    make_engine : function from the live transformers model to the engine, or to RecordedRollouts, whose rows the
+        datasets then hold; called once, before training needs memory
     sleep : True frees the engine's memory while the weights are updated, if the engine supports this
     thinking : value that is passed to the chat template, to turn thinking on or off
     """
@@ -174,7 +176,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def __init__(
         self,
         *args: Any,
-        make_engine: Callable[[Any], Engine],
+        make_engine: Callable[[Any], Engine | RecordedRollouts],
         sleep: bool = False,
         thinking: bool | None = None,
         **kwargs: Any,
@@ -200,7 +202,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             stop_token_ids=self.eos_token_ids,
         )
         self.clock = StepClock()
-        self.engine = make_engine(base_of(self.accelerator.unwrap_model(self.model)))
+        self.engine: Any = make_engine(base_of(self.accelerator.unwrap_model(self.model)))
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
         if self.args.sync_ref_model and self.learned_policy is not None:
             raise UserError("the reference model lacks the scorers of the model; remove this key", "sync_ref_model")
@@ -225,6 +227,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         """Return TRL's batch with our advantages and two more columns: `traces`, and in `model_per_token_logps` the
         sampler's log-probs before top-p, top-k and min-p, float [rows, completion width]."""
         batch = self.batch = TracedBatch()
+        if isinstance(self.engine, RecordedRollouts):
+            inputs, batch.rollouts = self.engine.hand_out(inputs, self.accelerator.process_index)
         out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
         out["traces"] = batch.traces
         width = out["completion_ids"].shape[1]
@@ -242,24 +246,31 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return out
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
+        if self.batch.rollouts:  # recorded
+            return [rollout.prompt_ids for rollout in self.batch.rollouts], None, {}
         return [prompt_ids(p, self.processing_class, self.thinking) for p in prompts], None, {}
 
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample one completion per prompt, and return token ids and log-probs. TRL repeats each prompt as needed."""
+        """Sample one completion per prompt, unless it is recorded, and return token ids and log-probs. TRL repeats each
+        prompt as needed."""
         self._generations += self.mode == "train"
+        rollouts = self.batch.rollouts or self._sample(prompt_ids)
+        replayed = self.args.sparse.train_attention == "replay"
+        self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
+        self.batch.rollouts = rollouts
+        self.own_metrics.record_rollouts(rollouts)
+        return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
+
+    def _sample(self, prompt_ids: list[list[int]]) -> Sequence[Rollout]:
         seed = self.sampling_seed(None if self.mode == "eval" else self._generations)
         sampling = dataclasses.replace(self.sampling, seed=seed)
         with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
             rollouts = self.engine.generate(prompt_ids, sampling)
             if sampling.truncated_support and any(SUPPORT[0] not in r.trace.further for r in rollouts):
                 raise UserError("the engine records no supports (docs/extending.md), which top_p, top_k and min_p need")
-        replayed = self.args.sparse.train_attention == "replay"
-        self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
-        self.batch.rollouts = rollouts
-        self.own_metrics.record_rollouts(rollouts)
-        return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
+        return rollouts
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         ends = prompt_ends([rollout.prompt_ids for rollout in self.batch.rollouts], self.processing_class)
