@@ -62,7 +62,6 @@ SIZES = {
     "sparse_rl.lazy": "every lazy package imports it first",
     "sparse_rl.matching": "a public name of Attention Matching's folder",
     "sparse_rl.methods.press.config": "the settings of a method, read without torch",
-    "sparse_rl.recipe.sft": "a kind of recipe",
     "sparse_rl.source": "what a release changes",
     "sparse_rl.temporary": "commands and launched processes share it, and nothing else",
 }

@@ -414,6 +414,10 @@ def read_recorded(config: DataConfig, run: Run[Any], where: str) -> Any:
         raise UserError(error.message, key) from error
     if lacking := [name for name in recipe.columns() if name not in rows.column_names]:
         raise UserError(f"the rollouts have no {lacking[0]}, which this recipe needs; sample again", f"{where}.traces")
+    names = [spec if isinstance(spec, str) else spec.get("name") for spec in recipe.named_rewards()[1]]
+    if "recorded" in names and any(sample["reward"] is None for samples in rows["samples"] for sample in samples):
+        mend = "sample again with sparse-rl rollout --score, or set rewards"
+        raise UserError(f"a line has no key reward, which the reward recorded reads; {mend}", f"{where}.traces")
     return rows
 
 

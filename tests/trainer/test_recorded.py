@@ -4,6 +4,7 @@ of a run that samples or simulates the same sequences. Wrong records change them
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 from safetensors.torch import load_file
-from trainer_runs import GKV, SAMPLED, check_resumed, small, steps, timeless
+from trainer_runs import GKV, SAMPLED, check_resumed, digits, small, steps, timeless
 
 from rollout import make_engine
 from sparse_rl.commands.rollout import sample
@@ -48,7 +50,7 @@ def recorded(recipe, tmp_path):
     """recorded(name, problems, **keys) returns a folder with 4 samples of each problem."""
 
     def make(name: str = "recorded", problems: int = 24, **keys: Any) -> Path:
-        sample(recipe("grpo", name, **{"seed": FIRST, **keys}), tmp_path / name, problems)
+        sample(recipe("grpo", name, **{"seed": FIRST, **keys}), tmp_path / name, problems, score=True)
         return tmp_path / name
 
     return make
@@ -83,12 +85,12 @@ def write_lines(folder: Path, rows: list[dict[str, Any]]) -> None:
 def test_grpo_from_recorded_groups_equals_the_first_update_of_the_run_that_samples_them(recipe, recorded, tmp_path):
     live = weights(train(recipe("grpo", "live")))
     folder = recorded()
-    replayed = weights(train(recipe("grpo", "replayed", data={"traces": str(folder)})))
+    replayed = weights(train(recipe("grpo", "replayed", data={"traces": str(folder)}, rewards=["recorded"])))
     assert same(live, replayed)
     (ours,), (theirs,) = (timeless(steps(tmp_path / name)) for name in ("replayed", "live"))
     assert theirs.pop("sync/probe_gap") < 1e-5
     assert ours["replay/gap_max"] < 1e-5
-    assert ours == theirs
+    assert {name.replace("recorded", "digits"): value for name, value in ours.items()} == theirs
     change_traces(folder, one_later)  # the controls
     with pytest.raises(ReplayGapError, match="replay gap"):
         train(recipe("grpo", "late", data={"traces": str(folder)}))
@@ -157,6 +159,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind, recipe, recorded, tmp_p
     check_resumed(lambda **keys: recipe(kind, "run", **{"data": data, **own, **keys}), tmp_path)
 
 
+@pytest.mark.slow
+def test_processes_share_a_recorded_group(recipe, recorded, tmp_path):
+    """Each of two processes takes two of the four samples of a group, and together they are one process."""
+    data = {"traces": [str(recorded())]}
+    (tmp_path / "reward.py").write_text("from __future__ import annotations\n\n" + inspect.getsource(digits))
+    results = []
+    for name, keys in {"alone": {}, "two": {"launch": {"processes": 2, "zero_stage": 2}}}.items():
+        size = 4 if name == "alone" else 2
+        made = recipe("grpo", name, data=data, rewards=["reward.py:digits"], per_device_train_batch_size=size, **keys)
+        (tmp_path / "recipe.yaml").write_text(made.as_yaml())
+        process = python("-m", "sparse_rl.cli", "train", "recipe.yaml", "max_steps=3", cwd=tmp_path)
+        assert process.returncode == 0, process.stderr
+        results.append(steps(tmp_path / name))
+    for key in ("loss", "grad_norm", "reward", "reward_std", "replay/gap_mean"):
+        alone, two = ([line[key] for line in run] for run in results)
+        assert two == pytest.approx(alone, rel=2e-5, abs=1e-6), key
+    assert results[1][0]["replay/gap_max"] < 1e-5
+    assert results[1][2]["replay/gap_mean"] > 1e-4  # the control: after an update the sampler's weights are others
+
+
 @pytest.fixture
 def refused(recipe):
     """refused(folders, key, kind, **keys) returns the error of a recipe, whose key must be `key`."""
@@ -193,12 +215,11 @@ def test_records_that_do_not_belong_to_the_recipe_are_refused(recipe, recorded, 
     shutil.copytree(folder, copy)
     write_lines(copy, [{**row, "completion": "another text"} for row in lines(folder)])
     assert "tokenizer" in refused(str(copy), "data.traces")
-    write_lines(copy, [row for row in lines(folder) for _ in range(1)][:-1])
+    write_lines(copy, lines(folder)[:-1])
     assert "traces" in refused(str(copy), "data.traces")
     file = next(folder.glob("traces-*"))
-    for trimmed in (copy,):
-        write_lines(trimmed, lines(folder)[:8])
-        save_traces(trimmed / file.name, load_traces(file)[:8], read_fingerprint(file))
+    write_lines(copy, lines(folder)[:8])
+    save_traces(copy / file.name, load_traces(file)[:8], read_fingerprint(file))
     assert "holds 8 of 16 rollouts" in refused(str(copy), "data.traces")
     damaged = bytearray(file.read_bytes())
     damaged[-5] ^= 1
@@ -206,7 +227,7 @@ def test_records_that_do_not_belong_to_the_recipe_are_refused(recipe, recorded, 
     assert "damaged" in refused(str(copy), "data.traces")
     capsys.readouterr()
     other = {"policy": "streaming", "budget": 8, "period": 2}
-    run = recipe("grpo", "other", data={"traces": text}, model=tiny(tie_word_embeddings=False), cache=other)
+    run = recipe("grpo", "other", data={"traces": text}, model=tiny(tie_word_embeddings=True), cache=other)
     assert "the guard is off" in run.prepare_training().findings["off-policy"]
     warned = capsys.readouterr().err
     assert "not sampled with the files of weights" in warned
