@@ -151,6 +151,19 @@ def test_the_cross_entropy_of_every_record_is_that_of_the_sampler(name, recipe, 
     assert "kl" not in step
 
 
+def test_slices_hold_whole_problems_and_keep_reads_the_recorded_completions(recipe, recorded):
+    folder = str(recorded(problems=4))
+    rows = [((*row["prompt_ids"], *row["completion_ids"]), row["reward"]) for row in lines(Path(folder))]
+    least = min(max(reward for _, reward in half) for half in (rows[:8], rows[8:]))
+    first, second = ({"traces": folder, "split": f"train[{part}]"} for part in (":50%", "50%:"))
+    keys = {"keep": "trainer_runs:digits", "keep_from": least, "validation": {"data": second}}
+    made = recipe("distill", "kept", data=first, **keys)
+    kept, held_out = ([(*e.prompt, *e.completion) for e in part] for part in made.examples(made.prepare_training()))
+    assert kept == [tokens for tokens, reward in rows[:8] if reward >= least]
+    assert held_out == [tokens for tokens, reward in rows[8:] if reward >= least]
+    assert len(kept) + len(held_out) < 16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "distill"])
 def test_a_resumed_run_equals_an_uninterrupted_one(kind, recipe, recorded, tmp_path):
@@ -231,4 +244,4 @@ def test_records_that_do_not_belong_to_the_recipe_are_refused(recipe, recorded, 
     assert "the guard is off" in run.prepare_training().findings["off-policy"]
     warned = capsys.readouterr().err
     assert "not sampled with the files of weights" in warned
-    assert 'recorded under {"budget": 8' in warned
+    assert 'recorded under {"alpha": 0.8' in warned
