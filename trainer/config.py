@@ -232,7 +232,7 @@ def refuse_own_groups(optim: Any) -> None:
 
 
 def check_sampled(
-    cache: PolicyConfig, rollout: RolloutConfig, scorers: ScorersConfig | None, *, lora: bool, optim: Any
+    cache: PolicyConfig, rollout: RolloutConfig | None, scorers: ScorersConfig | None, *, lora: bool, optim: Any
 ) -> None:
     """Raise UserError for a cache under which a training cannot sample, or not with these settings."""
     try:
@@ -241,7 +241,7 @@ def check_sampled(
         raise UserError(error.message, f"cache.{error.key}") from None
     if isinstance(cache, LearnedConfig) and lora:
         raise UserError(f"does not work with cache.policy {cache.name}; remove lora", "lora")
-    if rollout.tensor_parallel > 1:
+    if rollout is not None and rollout.tensor_parallel > 1:
         wrong = "in training each process has an engine of its own; use launch.processes instead of tensor_parallel"
         raise UserError(wrong, "rollout.tensor_parallel")
     if scorers is None:
@@ -391,7 +391,8 @@ class SFTTrainingConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(Configuration):
-    """Settings of supervised fine-tuning with a full cache.
+    """Settings of supervised fine-tuning with a full cache. With `data.traces` the recipe instead becomes one of kind
+    distill with kl_weight 0 and ce_weight 1: of these settings it uses only `max_length`, and drops longer rows.
 
     With `packing: true`, TRL packs several documents into a row, and a token sees only its own document. With
     `packing_strategy: wrapped`, a token also sees the documents before its own in the row.

@@ -14,11 +14,10 @@ which records the trace; or the student samples completions under eviction.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -31,13 +30,14 @@ from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
 from rollout.config import RolloutConfig
 from rollout.engine import Engine, SamplingConfig
+from rollout.recorded import TOKENS, RecordedRollouts
 from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.load import base_of, head_of, load_plain_model
 from trainer.arguments import ReplayedArguments, check_adapters, refusals, weights_dtype, with_settings
 from trainer.base import Resumable
-from trainer.batch import Batch, Example, completed_examples, prompt_examples, trace_of
+from trainer.batch import Batch, Example, completed_examples, prompt_examples, recorded_examples, trace_of
 from trainer.config import DistillationLossConfig, DistillConfig, ScorersConfig, TrainingConfig
 from trainer.losses import DistillationLoss, TopK
 from trainer.sampler import SamplerSettings
@@ -60,7 +60,8 @@ class TaughtArguments(ReplayedArguments, TrainingArguments):
 
 
 class TaughtTrainer(Resumable):
-    """Trains a student, `model`, to match a teacher: a model with its vocabulary, or a teacher cache."""
+    """Trains a student, `model`, to match a teacher: a model with its vocabulary, or a teacher cache. Without a teacher
+    (None) only the cross-entropy is trained; kl_weight must then be 0."""
 
     args: TaughtArguments
     loss_is_scaled_for_ga = True  # our loss is already divided by the tokens of the whole update
@@ -69,7 +70,7 @@ class TaughtTrainer(Resumable):
     def __init__(
         self,
         model: PreTrainedModel,
-        teacher: PreTrainedModel | TeacherCache,
+        teacher: PreTrainedModel | TeacherCache | None,
         args: TaughtArguments,
         examples: Sequence[Example],
         validation: Sequence[Example] | None = None,
@@ -82,7 +83,7 @@ class TaughtTrainer(Resumable):
         adopt(base_of(self.model))
         refuse_reentrant_checkpointing(cast(Any, self.model))
         self.teacher: Any = teacher
-        if not isinstance(teacher, TeacherCache):
+        if teacher is not None and not isinstance(teacher, TeacherCache):
             whole, ours = adopt(teacher).requires_grad_(False).eval(), self.accelerator
             self.teacher = prepare_deepspeed(whole, ours) if partitioned(ours) else whole.to(ours.device)
         self.loss = DistillationLoss(args.loss)
@@ -91,7 +92,8 @@ class TaughtTrainer(Resumable):
         self._weight = 1.0  # weight of a batch in the sums; 0 if a process only repeats a batch, as in `evaluate`
 
     def models(self) -> dict[str, Any]:
-        return super().models() | ({} if isinstance(self.teacher, TeacherCache) else {"the teacher": self.teacher})
+        no_model = self.teacher is None or isinstance(self.teacher, TeacherCache)
+        return super().models() | ({} if no_model else {"the teacher": self.teacher})
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -141,8 +143,10 @@ class TaughtTrainer(Resumable):
         return *sums, torch.tensor(float(len(batch.targets)), device=hidden.device)
 
     @torch.no_grad()
-    def _teacher_outputs(self, batch: Batch) -> Callable[[slice], Tensor | TopK]:
+    def _teacher_outputs(self, batch: Batch) -> Callable[[slice], Tensor | TopK] | None:
         """Return a function from a slice of the completion tokens to the teacher's logits, or to its top k as TopK."""
+        if self.teacher is None:
+            return None
         if isinstance(self.teacher, TeacherCache):
             return self.teacher.read(batch.examples, self.accelerator.device).__getitem__
         whole, config = cast(Any, self.accelerator.unwrap_model(self.teacher)), self.loss.config
@@ -163,6 +167,8 @@ class TaughtTrainer(Resumable):
         """Return the metrics since the last log."""
         sums = self._sums
         named = {"kl": "kl", "ce": "ce", "token_accuracy": "right"}
+        if self.teacher is None:
+            del named["kl"]
         means = {name: sums[key] / sums["tokens"] for name, key in named.items()}
         return {**means, "cache/retention": sums["retention"] / sums["sequences"]}
 
@@ -235,15 +241,15 @@ def make_examples(
     """
     if config.completions == "student":
         return prompt_examples(rows, tokenizer, thinking)
-    return completed_examples(
-        rows,
-        tokenizer,
-        thinking,
-        max_length=min(length for length in (config.max_length, *longest) if length),
-        max_completion_length=config.max_completion_length,
-        truncate=config.overlong == "truncate",
-        where=where,
-    )
+    limits: dict[str, Any] = {
+        "max_length": min(length for length in (config.max_length, *longest) if length),
+        "max_completion_length": config.max_completion_length,
+        "truncate": config.overlong == "truncate",
+        "where": where,
+    }
+    if TOKENS.keys() <= {*getattr(rows, "column_names", ())}:
+        return recorded_examples(rows, **limits)
+    return completed_examples(rows, tokenizer, thinking, **limits)
 
 
 class DistillTrainer(TaughtTrainer):
@@ -272,7 +278,7 @@ class DistillTrainer(TaughtTrainer):
         teacher: Any = None,
         cache: Any = None,
         rollout: RolloutConfig | Mapping[str, Any] | None = None,
-        engine: Engine | None = None,
+        engine: Engine | RecordedRollouts | None = None,
         processing_class: Any = None,
         peft_config: Any = None,
         max_prompt_tokens: int | None = None,
@@ -304,12 +310,12 @@ class DistillTrainer(TaughtTrainer):
 
         data: Any = examples_of(train_dataset, "train_dataset"), examples_of(eval_dataset, "eval_dataset")
         carry_scorers(student, policy, sampler.place)
-        own = teacher is None
-        if own:
+        own, taught = teacher is None, not isinstance(engine, RecordedRollouts) or args.loss.kl_weight > 0
+        if own and taught:
             teacher = sampler.place if named else base_of(copy.deepcopy(model))
         if isinstance(teacher, (str, Path)):
             teacher = load_plain_model(model_directory(str(teacher)), args.dtype, "model" if own else "teacher")
-        if not cached and teacher.config.vocab_size != config.vocab_size:
+        if teacher is not None and not cached and teacher.config.vocab_size != config.vocab_size:
             wrong = f"has a vocabulary of {teacher.config.vocab_size} tokens, but the student's has {config.vocab_size}"
             raise UserError(wrong, "teacher")
         if peft_config is not None:
@@ -340,6 +346,8 @@ class DistillTrainer(TaughtTrainer):
         self._synced: int | None = None
 
     def _with_traces(self, examples: Sequence[Example]) -> list[Example]:
+        if isinstance(self.engine, RecordedRollouts):
+            return [replace(e, trace=self.engine.trace(cast(Any, e.place), e.length)) for e in examples]
         prompts = [example.prompt for example in examples]
         with self.refused_at_this_step(), self._engine_weights() as engine:
             if self._sampling is None:
@@ -347,7 +355,7 @@ class DistillTrainer(TaughtTrainer):
                 rollouts = engine.simulate(prompts, completions, self.args.loss.temperature)
             else:
                 seed = self.sampling_seed(self.state.global_step)
-                rollouts = engine.generate(prompts, dataclasses.replace(self._sampling, seed=seed))
+                rollouts = engine.generate(prompts, replace(self._sampling, seed=seed))
         return [Example.from_rollout(rollout) for rollout in rollouts]
 
     def _count(self, examples: Sequence[Example]) -> Tensor:

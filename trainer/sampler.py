@@ -9,6 +9,7 @@ from typing import Any
 
 from rollout.config import SAMPLE_LIVE, RolloutConfig
 from rollout.engine import Engine, choose_engine, make_engine
+from rollout.recorded import RecordedRollouts
 from sparse_rl.attention import compute_exactly
 from sparse_rl.config import Source, as_mapping, build
 from sparse_rl.errors import UserError
@@ -33,7 +34,7 @@ class SamplerSettings:
     place: str
     policy: Policy
     rollout: RolloutConfig
-    engine: Engine | None
+    engine: Engine | RecordedRollouts | None
 
     @classmethod
     def of(
@@ -41,7 +42,7 @@ class SamplerSettings:
         model: Any,
         cache: Any,
         rollout: RolloutConfig | Mapping[str, Any] | None,
-        engine: Engine | None,
+        engine: Engine | RecordedRollouts | None,
         args: Any,
         lora: bool,
     ) -> SamplerSettings:
@@ -81,7 +82,7 @@ class SamplerSettings:
             raise UserError("the model was not loaded from a directory; give its tokenizer", "processing_class")
         return load_tokenizer(self.place)
 
-    def open(self, live: Any, copied: Any, config: Any, args: Any, prompt: int | None, completion: int) -> Engine:
+    def open(self, live: Any, copied: Any, config: Any, args: Any, prompt: int | None, completion: int) -> Any:
         """Return the caller's engine, or make one.
 
         live : module, or directory, from which an engine samples that can sample from a live module

@@ -287,7 +287,7 @@ class _Training(_Process):
         notes = {"weights": f"{dtype}{zero}", "optimizer": "AdamW, offloaded" if launch.offload else "AdamW"}
         items = [Item(name, device, host, note=notes.get(name, "")) for name, (device, host) in state.items()]
         items += self.update_items(stored, trained=trainable >= self.parameters)
-        if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None:
+        if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None and not recipe.without_teacher:
             items.append(self.teacher(recipe, copy))
         if recipe.foresees():
             rows = recipe.training.per_device_train_batch_size
@@ -299,6 +299,8 @@ class _Training(_Process):
             items.append(Item("simulating model", copy, note=recipe.dtype))
         if recipe.rollout is not None:
             items += self.sampling_items(engine)
+        if recipe.rollout is not None or recipe.data.traces:
+            items += self.trace_items()
         return Plan(parameters, items)
 
     def update_items(self, stored: int, trained: bool) -> Iterator[Item]:
@@ -336,14 +338,22 @@ class _Training(_Process):
         return Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))
 
     def sampling_items(self, engine: list[Item]) -> list[Item]:
-        """Return the items of the engine, the engine's cache, and the traces that training replays."""
-        recipe, items, sequences = self.recipe, list(engine), self.recipe.sequences()
-        (policy,), (layers, kv_heads, _) = self.policies, self.shape
+        """Return the items of the engine, and of the engine's cache."""
+        recipe, items, (policy,) = self.recipe, list(engine), self.policies
         if recipe.launch.zero_stage == 3 and not engine:
             note = "ZeRO-3 gathers the weights for sampling"
             items.append(Item("gathered weights", self.weights, when="sampling", note=note))
-        at_once = min(recipe.rollout.max_batch, sequences)
-        items += [*self.cache_items(policy, self.prompt, at_once), *self.window_items(self.fed(self.prompt), at_once)]
+        at_once = min(recipe.rollout.max_batch, recipe.sequences())
+        return [
+            *items,
+            *self.cache_items(policy, self.prompt, at_once),
+            *self.window_items(self.fed(self.prompt), at_once),
+        ]
+
+    def trace_items(self) -> list[Item]:
+        """Return the items of the traces that training replays."""
+        recipe, items, sequences = self.recipe, list[Item](), self.recipe.sequences()
+        (policy,), (layers, kv_heads, _) = self.policies, self.shape
         if policy.schedule.evicts and not (isinstance(recipe, GRPORecipe) and recipe.grpo.train_attention == "full"):
             experts = routed_experts(self.skeleton)
             traces = trace_bytes(layers, kv_heads, self.length, sequences, policy.config.recorded, experts)

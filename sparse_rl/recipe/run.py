@@ -32,6 +32,7 @@ from sparse_rl.recipe.yaml_text import dump_yaml, parse_yaml
 from trainer.config import LaunchConfig, LoraConfig, ReplayConfig, ScorersConfig, TrainingConfig, check_sampled
 
 if TYPE_CHECKING:
+    from rollout.recorded import RecordedRollouts
     from sparse_rl.policies.base import Policy
 
 R = TypeVar("R", bound="Recipe", covariant=True)
@@ -95,7 +96,10 @@ class Run(Generic[R]):
         def rows_of(data: DataConfig, where: str) -> Any:
             from trainer.launch import once
 
-            rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
+            if data.traces:
+                rows = read_recorded(data, self, where)
+            else:
+                rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
             once(f"golds of {where}", lambda: check_golds(rewards[0], rows, where))
             return rows
 
@@ -385,6 +389,26 @@ def read_rows(
     )
 
 
+def read_recorded(config: DataConfig, run: Run[Any], where: str) -> Any:
+    """Return the rollouts of the folders `config.traces` as rows, which all processes of a launch share."""
+    from rollout.recorded import recorded_rows
+    from trainer.launch import once_on_disk
+
+    recipe, arguments = run.recipe, (config, run.config, run.tokenizer, run.recipe.samples_in_row())
+    try:
+        rows = once_on_disk(f"{where} {config} {arguments[-1]}", lambda: recorded_rows(*arguments))
+    except UserError as error:
+        key = error.key if error.key == "num_generations" else f"{where}.traces"
+        raise UserError(error.message, key) from error
+    if lacking := [name for name in recipe.columns() if name not in rows.column_names]:
+        raise UserError(f"the rollouts have no {lacking[0]}, which this recipe needs; sample again", f"{where}.traces")
+    names = [spec if isinstance(spec, str) else spec.get("name") for spec in recipe.named_rewards()[1]]
+    if "recorded" in names and any(sample["reward"] is None for samples in rows["samples"] for sample in samples):
+        mend = "sample again with sparse-rl rollout --score, or set rewards"
+        raise UserError(f"a line has no key reward, which the reward recorded reads; {mend}", f"{where}.traces")
+    return rows
+
+
 def check_golds(rewards: Sequence[Any], rows: Any, where: str) -> None:
     """Warn about rows that a reward can never score, because it cannot read their gold answer or tests.
 
@@ -554,7 +578,7 @@ class TrainRecipe(Recipe):
         if resume is not None:
             checkpoint = checkpoint_to_resume(resume, recipe.resolved(), run.inputs())
             findings["resume"] = str(checkpoint)
-        for topic in ("rollouts", "attention kernel", "scorers' target", "generation config"):
+        for topic in ("rollouts", "off-policy", "attention kernel", "scorers' target", "generation config"):
             if here and topic in findings:
                 say(topic, findings[topic])
         return replace(run, recipe=recipe, findings=findings, checkpoint=checkpoint)
@@ -631,18 +655,68 @@ class SampledRecipe(ReplayedRecipe):
     """Training on sequences that an engine samples, or simulates, under a cache.
 
     cache : cache policy: {policy: name, parameters of the policy}, or just the name
+    rollout : settings of the engine; null with data.traces, where nothing is sampled
     scorers : settings for training a learned policy's scorers further; null leaves the scorers unchanged
     """
 
     cache: PolicyConfig
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: RolloutConfig | None = field(default_factory=RolloutConfig)
     scorers: ScorersConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_recorded()
         optim = self.trainer_options.get("optim")
         check_sampled(self.cache, self.rollout, self.scorers, lora=self.lora is not None, optim=optim)
         self.check_model_len()
+
+    @property
+    def recorded(self) -> bool:
+        """True if the recipe trains on recorded rollouts, so that no engine samples or simulates."""
+        return self.data.traces is not None
+
+    def _check_recorded(self) -> None:
+        """Raise UserError for settings of sampling beside recorded rollouts; without an engine, `rollout` is None."""
+        validation = self.validation
+        if validation is not None and (validation.data.traces is not None) != self.recorded:
+            raise UserError("data and validation.data must both have traces, or neither", "validation.data.traces")
+        if not self.recorded and self.rollout is None:
+            raise UserError("null is for recorded rollouts (data.traces) alone", "rollout")
+        if self.recorded and self.rollout not in (None, RolloutConfig()):
+            raise UserError("has no effect on recorded rollouts; remove this block, or set null", "rollout")
+        if self.recorded:
+            object.__setattr__(self, "rollout", None)
+
+    def samples_in_row(self) -> int:
+        """Return the number of recorded samples of one problem that a row of the dataset holds."""
+        return 1
+
+    def recording(self, config: Any) -> RecordedRollouts:
+        """Return the rollouts of data.traces. config : configuration of the recipe's model"""
+        from rollout.recorded import RecordedRollouts
+        from sparse_rl.policies.make import make_policy
+
+        datasets = [self.data] if self.validation is None else [self.data, self.validation.data]
+        folders = dict.fromkeys(folder for data in datasets for folder in data.traces or ())
+        try:
+            return RecordedRollouts(list(folders), self.model, config, make_policy(self.cache))
+        except UserError as error:
+            raise UserError(error.message, "data.traces") from error
+
+    def findings(self, run: Run) -> dict[str, str]:
+        topics = super().findings(run)
+        if not self.recorded:
+            return topics
+        recording = self.recording(run.config)
+        for warning in recording.warnings:
+            warn(warning)
+        return {**topics, "rollouts": recording.describe()}
+
+    def sampled_by(self, run: Run) -> dict[str, Any]:
+        """Return the parameters of a trainer that say how its sequences are sampled."""
+        if self.recorded:
+            return {"engine": self.recording(run.config)}
+        return {"cache": self.cache, "rollout": self.rollout, "max_prompt_tokens": self.longest_prompt()}
 
     def foresees(self) -> bool:
         return self.scorers is not None

@@ -38,6 +38,7 @@ from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, maybe_gather_l
 
 from rollout.config import RolloutConfig
 from rollout.engine import Engine, Rollout, SamplingConfig
+from rollout.recorded import RecordedRollouts
 from sparse_rl.attention.families import context_length
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
@@ -167,7 +168,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     cache : cache policy under which it samples and trains: a name, a mapping {"policy": name, its parameters}, or an
         object; None means the policy saved with the model, or a full cache
     rollout : settings of the engine, keys of the block `rollout` of a recipe; {"engine": "hf"} is the default
-    engine : an engine of the caller, in the place of `cache` and `rollout`
+    engine : an engine of the caller, or RecordedRollouts whose rows the datasets hold, in the place of `cache` and
+        `rollout`
     max_prompt_tokens : length of the longest prompt, for which vllm plans its cache; None means unknown
     thinking : value that is passed to the chat template, to turn thinking on or off
     """
@@ -179,7 +181,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         *positional: Any,
         cache: Any = None,
         rollout: RolloutConfig | Mapping[str, Any] | None = None,
-        engine: Engine | None = None,
+        engine: Engine | RecordedRollouts | None = None,
         max_prompt_tokens: int | None = None,
         thinking: bool | None = None,
         **named: Any,
@@ -254,6 +256,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         """Return TRL's batch with our advantages and two more columns: `traces`, and in `model_per_token_logps` the
         sampler's log-probs before top-p, top-k and min-p, float [rows, completion width]."""
         batch = self.batch = TracedBatch()
+        if isinstance(self.engine, RecordedRollouts):
+            inputs, batch.rollouts = self.engine.hand_out(inputs, self.accelerator.process_index)
         out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
         out["traces"] = batch.traces
         width = out["completion_ids"].shape[1]
@@ -274,6 +278,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return out
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
+        if self.batch.rollouts:  # recorded
+            return [rollout.prompt_ids for rollout in self.batch.rollouts], None, {}
         ids = [prompt_ids(p, self.processing_class, self.thinking) for p in prompts]
         longest, window = max(map(len, ids)), context_length(base_of(self.model).config)
         if window is not None and longest + self.sampling.max_tokens > window:
@@ -284,19 +290,24 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample one completion per prompt, and return token ids and log-probs. TRL repeats each prompt as needed."""
+        """Sample one completion per prompt, unless it is recorded, and return token ids and log-probs. TRL repeats each
+        prompt as needed."""
         self._generations += self.mode == "train"
+        rollouts = self.batch.rollouts or self._sample(prompt_ids)
+        replayed = self.args.sparse.train_attention == "replay"
+        self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
+        self.batch.rollouts = rollouts
+        self.own_metrics.record_rollouts(rollouts)
+        return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
+
+    def _sample(self, prompt_ids: list[list[int]]) -> Sequence[Rollout]:
         seed = self.sampling_seed(None if self.mode == "eval" else self._generations)
         sampling = dataclasses.replace(self.sampling, seed=seed)
         with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
             rollouts = self.engine.generate(prompt_ids, sampling)
             if sampling.truncated_support and any(SUPPORT[0] not in r.trace.further for r in rollouts):
                 raise UserError("the engine records no supports (docs/extending.md), which top_p, top_k and min_p need")
-        replayed = self.args.sparse.train_attention == "replay"
-        self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
-        self.batch.rollouts = rollouts
-        self.own_metrics.record_rollouts(rollouts)
-        return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
+        return rollouts
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         ends = prompt_ends([rollout.prompt_ids for rollout in self.batch.rollouts], self.processing_class)
