@@ -29,6 +29,8 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
 from rollout.config import RolloutConfig
+from rollout.context.config import PromptCacheConfig
+from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, SamplingConfig
 from rollout.recorded import TOKENS, RecordedRollouts
 from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
@@ -232,15 +234,22 @@ class DistillArguments(TaughtArguments):
 
 
 def make_examples(
-    rows: Any, tokenizer: Any, thinking: bool | None, config: DistillConfig, longest: Iterable[int | None], where: str
+    rows: Any,
+    tokenizer: Any,
+    thinking: bool | None,
+    config: DistillConfig,
+    longest: Iterable[int | None],
+    where: str,
+    contexts: bool = False,
 ) -> list[Example]:
     """Return the rows of a dataset as examples, without completions if the student samples them.
 
     longest : further limits of the tokens in prompt and completion; None limits nothing
     where : name of the dataset in messages
+    contexts : True if each prompt begins with the row's context, which an engine compacts
     """
     if config.completions == "student":
-        return prompt_examples(rows, tokenizer, thinking)
+        return prompt_examples(rows, tokenizer, thinking, contexts)
     limits: dict[str, Any] = {
         "max_length": min(length for length in (config.max_length, *longest) if length),
         "max_completion_length": config.max_completion_length,
@@ -249,7 +258,7 @@ def make_examples(
     }
     if TOKENS.keys() <= {*getattr(rows, "column_names", ())}:
         return recorded_examples(rows, **limits)
-    return completed_examples(rows, tokenizer, thinking, **limits)
+    return completed_examples(rows, tokenizer, thinking, **limits, contexts=contexts)
 
 
 class DistillTrainer(TaughtTrainer):
@@ -260,7 +269,8 @@ class DistillTrainer(TaughtTrainer):
     train_dataset, eval_dataset : rows with the columns prompt and completion (only prompt, if the student samples the
         completions), or a list of `trainer.batch.Example`
     teacher : directory, hub name, module, or teacher cache; None means the starting model itself
-    cache, rollout, engine, max_prompt_tokens, thinking : as for SparseGRPOTrainer
+    cache, prompt_cache, rollout, engine, max_prompt_tokens, thinking : as for SparseGRPOTrainer
+    about : prompts about contexts (ContextPrompts), which prompt_cache needs if train_dataset is a list of Examples
     processing_class : tokenizer; None means that of the model
     peft_config : LoRA adapters to train; None trains the whole model
     kwargs : further parameters of transformers' Trainer, such as callbacks
@@ -277,6 +287,8 @@ class DistillTrainer(TaughtTrainer):
         *,
         teacher: Any = None,
         cache: Any = None,
+        prompt_cache: PromptCacheConfig | Mapping[str, Any] | None = None,
+        about: ContextPrompts | None = None,
         rollout: RolloutConfig | Mapping[str, Any] | None = None,
         engine: Engine | RecordedRollouts | None = None,
         processing_class: Any = None,
@@ -287,11 +299,15 @@ class DistillTrainer(TaughtTrainer):
     ) -> None:
         args, lora = DistillArguments.of(args), peft_config is not None or hasattr(model, "peft_config")
         check_adapters(model, peft_config)
-        self.sampler = sampler = SamplerSettings.of(model, cache, rollout, engine, args, lora)
+        self.sampler = sampler = SamplerSettings.of(model, cache, rollout, engine, args, lora, prompt_cache)
         policy, named = sampler.policy, isinstance(model, (str, Path))
         cached = isinstance(teacher, TeacherCache)
         args.distill.check(
-            policy.config, scorers=args.scorers is not None, save_steps=args.save_steps, cached_teacher=cached
+            policy.config,
+            scorers=args.scorers is not None,
+            save_steps=args.save_steps,
+            cached_teacher=cached,
+            prompt_cache=sampler.prompt_cache,
         )
         student: Any = model
         if named:
@@ -303,10 +319,13 @@ class DistillTrainer(TaughtTrainer):
                 return rows
             if args.distill.keep is not None:
                 raise UserError("names a reward, which only a recipe can use; filter the rows instead", "keep")
-            nonlocal processing_class
+            nonlocal processing_class, about
             processing_class = sampler.tokenizer() if processing_class is None else processing_class
             longest = sampler.rollout.max_model_len, config.max_position_embeddings
-            return make_examples(rows, processing_class, thinking, args.distill, longest, where)
+            if sampler.prompt_cache is not None and about is None:
+                about = ContextPrompts.of_row(rows[0], processing_class)
+            contexts = sampler.prompt_cache is not None
+            return make_examples(rows, processing_class, thinking, args.distill, longest, where, contexts)
 
         data: Any = examples_of(train_dataset, "train_dataset"), examples_of(eval_dataset, "eval_dataset")
         carry_scorers(student, policy, sampler.place)
@@ -332,7 +351,7 @@ class DistillTrainer(TaughtTrainer):
         else:
             live = sampler.place if named or engine is not None else base_of(copy.deepcopy(model))
         lengths = max_prompt_tokens, args.distill.max_completion_length
-        self.engine = engine = sampler.open(live, copied, config, args, *lengths)
+        self.engine = engine = sampler.open(live, copied, base_of(student), args, *lengths, about)
         super().__init__(student, teacher, args, *data, processing_class=processing_class, **kwargs)
         sleeps = sampler.rollout.sleep and hasattr(engine, "sleep")
         self._sleeper = cast(Any, engine) if sleeps else None
@@ -348,14 +367,19 @@ class DistillTrainer(TaughtTrainer):
     def _with_traces(self, examples: Sequence[Example]) -> list[Example]:
         if isinstance(self.engine, RecordedRollouts):
             return [replace(e, trace=self.engine.trace(cast(Any, e.place), e.length)) for e in examples]
-        prompts = [example.prompt for example in examples]
+        prompts, splits = [example.prompt for example in examples], [example.split for example in examples]
         with self.refused_at_this_step(), self._engine_weights() as engine:
+            compacting: Any = engine if hasattr(engine, "prompt_cache") else None
+            if self._sampling is None and compacting:
+                traces = compacting.traces(splits, [example.length for example in examples])
+                return [replace(e, trace=trace) for e, trace in zip(examples, traces, strict=True)]
             if self._sampling is None:
                 completions = [example.completion for example in examples]
                 rollouts = engine.simulate(prompts, completions, self.args.loss.temperature)
             else:
                 seed = self.sampling_seed(self.state.global_step)
-                rollouts = engine.generate(prompts, replace(self._sampling, seed=seed))
+                sampling = replace(self._sampling, seed=seed)
+                rollouts = compacting.continued(splits, sampling) if compacting else engine.generate(prompts, sampling)
         return [Example.from_rollout(rollout) for rollout in rollouts]
 
     def _count(self, examples: Sequence[Example]) -> Tensor:

@@ -47,7 +47,7 @@ class SyntheticConfig(Configuration):
     n : number of digits in a problem
     digits : digits are below this number
     note_probability : probability of a note before a line of a worked answer
-    facts : number of facts in a document
+    facts : number of facts in a document, which is the context of its question
     restated : number of times that a document states each fact
     filler : number of filler words after each statement
     cases : number of cases of a hidden function
@@ -201,7 +201,7 @@ class DataConfig(Configuration):
 
     @property
     def has_context(self) -> bool:
-        return "context" in self.columns
+        return "context" in self.columns or (self.synthetic is not None and self.synthetic.task == "retrieval")
 
     @property
     def local(self) -> bool:

@@ -164,6 +164,7 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             scorers=self.scorers is not None,
             save_steps=self.training.save_steps,
             cached_teacher=self.taught_by.teacher_cache is not None,
+            prompt_cache=self.prompt_cache,
         )
         if self.recorded:
             for key, default in (("completions", "data"), ("refresh_every", 0)):
@@ -207,14 +208,18 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             rows = accepted(rows, reward, least, where, run.tokenizer, data.thinking)
         engine = None if self.rollout is None else self.rollout.max_model_len
         longest = engine, run.config.max_position_embeddings
-        return make_examples(rows, run.tokenizer, data.thinking, self.distill, longest, where)
+        return make_examples(
+            rows, run.tokenizer, data.thinking, self.distill, longest, where, self.prompt_cache is not None
+        )
 
     def make_trainer(self, run: Run, folder: Path) -> Any:
+        from rollout.context.reader import ContextPrompts
         from trainer import rundir
         from trainer.arguments import adapters
         from trainer.distill import DistillArguments, DistillTrainer
 
         examples, held_out = self.examples(run)
+        about = None if self.prompt_cache is None else ContextPrompts.of_row(run.rows[0], run.tokenizer)
         return DistillTrainer(
             model=self.model,
             teacher=self._given_teacher(run.config, [*examples, *(held_out or [])]),
@@ -226,6 +231,7 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             processing_class=run.tokenizer,
             peft_config=adapters(self.lora, run.skeleton),
             callbacks=[rundir.RunLog(folder)],
+            about=about,
             **self.sampled_by(run),
         )
 

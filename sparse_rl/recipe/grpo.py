@@ -113,6 +113,7 @@ class GRPORecipe(SampledRecipe):
         if self.validation is None:
             return None
         sampling = self.sampling(self.validation.samples)
+        contexts = {} if self.prompt_cache is None else {"prompt_cache": as_mapping(self.prompt_cache)}
         return {
             "kind": "eval",
             "model": run,
@@ -127,6 +128,7 @@ class GRPORecipe(SampledRecipe):
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "max_completion_length": sampling.max_tokens,
+            **contexts,
         }
 
     def sampling(self, samples: int = 1) -> SamplingConfig:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, cast
 
 from rollout.config import SAMPLE_LIVE, RolloutConfig, SamplingConfig
-from rollout.context.config import PromptCacheConfig
+from rollout.context.config import PromptCacheConfig, TrainedPromptCache
 from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, as_mapping, flat, show
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
@@ -210,6 +210,13 @@ class Recipe(Configuration):
     def prompt_sources(self) -> dict[str, DataConfig]:
         """Return the datasets that supply prompts: dotted key -> dataset."""
         return {}
+
+    def refuse_without_context(self, why: str) -> None:
+        """Raise UserError if a dataset has no column of contexts."""
+        for key, data in self.prompt_sources().items():
+            if not data.has_context:
+                wrong = f"{why}; say which column holds them, as in columns: {{context: article}}"
+                raise UserError(wrong, f"{key}.columns")
 
     def prompt_bounds(self) -> list[int | None]:
         """Return the maximum number of tokens in a prompt for each dataset in `prompt_sources`; None means unknown."""
@@ -655,11 +662,14 @@ class SampledRecipe(ReplayedRecipe):
     """Training on sequences that an engine samples, or simulates, under a cache.
 
     cache : cache policy: {policy: name, parameters of the policy}, or just the name
+    prompt_cache : settings for compacting the context of each prompt once for all its completions, as in an evaluation.
+        The teacher of a distillation attends to the whole context. null means that the context is part of each prompt
     rollout : settings of the engine; null with data.traces, where nothing is sampled
     scorers : settings for training a learned policy's scorers further; null leaves the scorers unchanged
     """
 
     cache: PolicyConfig
+    prompt_cache: TrainedPromptCache | None = None
     rollout: RolloutConfig | None = field(default_factory=RolloutConfig)
     scorers: ScorersConfig | None = None
 
@@ -667,7 +677,12 @@ class SampledRecipe(ReplayedRecipe):
         super().__post_init__()
         self._check_recorded()
         optim = self.trainer_options.get("optim")
-        check_sampled(self.cache, self.rollout, self.scorers, lora=self.lora is not None, optim=optim)
+        lora, compaction = self.lora is not None, self.prompt_cache
+        check_sampled(self.cache, self.rollout, self.scorers, lora=lora, optim=optim, prompt_cache=compaction)
+        if compaction is not None:
+            self.refuse_without_context("prompt_cache compacts contexts")
+            if self.rollout is not None:  # only hf compacts contexts
+                object.__setattr__(self, "rollout", replace(self.rollout, engine="hf"))
         self.check_model_len()
 
     @property
@@ -684,6 +699,8 @@ class SampledRecipe(ReplayedRecipe):
             raise UserError("null is for recorded rollouts (data.traces) alone", "rollout")
         if self.recorded and self.rollout not in (None, RolloutConfig()):
             raise UserError("has no effect on recorded rollouts; remove this block, or set null", "rollout")
+        if self.recorded and self.prompt_cache is not None:
+            raise UserError("has no effect on recorded rollouts; remove this block", "prompt_cache")
         if self.recorded:
             object.__setattr__(self, "rollout", None)
 
@@ -704,6 +721,10 @@ class SampledRecipe(ReplayedRecipe):
             raise UserError(error.message, "data.traces") from error
 
     def findings(self, run: Run) -> dict[str, str]:
+        from trainer.sampler import refuse_compacted_experts
+
+        if self.prompt_cache is not None:
+            refuse_compacted_experts(run.skeleton)
         topics = super().findings(run)
         if not self.recorded:
             return topics
@@ -716,13 +737,21 @@ class SampledRecipe(ReplayedRecipe):
         """Return the parameters of a trainer that say how its sequences are sampled."""
         if self.recorded:
             return {"engine": self.recording(run.config)}
-        return {"cache": self.cache, "rollout": self.rollout, "max_prompt_tokens": self.longest_prompt()}
+        settings = {"cache": self.cache, "prompt_cache": self.prompt_cache, "rollout": self.rollout}
+        return {**settings, "max_prompt_tokens": self.longest_prompt()}
 
     def foresees(self) -> bool:
         return self.scorers is not None
 
     def caches(self) -> list[PolicyConfig | None]:
         return [self.cache]
+
+    def prompt_caches(self) -> list[PromptCacheConfig]:
+        return [] if self.prompt_cache is None else [self.prompt_cache]
+
+    def input_files(self) -> dict[str, tuple[str | None, bool]]:
+        budgets = None if self.prompt_cache is None else self.prompt_cache.budgets
+        return {**super().input_files(), "prompt_cache.budgets": (budgets, False)}
 
     def longest_row(self, prompt: int) -> int | None:
         return prompt + self.sampling().max_tokens

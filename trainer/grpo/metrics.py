@@ -168,7 +168,7 @@ def over_processes(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def held_entries(rollouts: Sequence[Rollout], policy: Policy, recorded: bool = False) -> list[int]:
     """Return the peak number of cache entries of each sequence, prefill included, as a mean over the layers without a
     sliding window and kv heads, rounded up. recorded : True if another policy than `policy` may have evicted"""
-    if recorded or policy.schedule.counts_vary:
+    if recorded or policy.schedule.counts_vary or not policy.schedule.evicts:  # contexts may be compacted before
         peaks = [float(r.trace.policy_part().peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
         return [max(len(r.prompt_ids), math.ceil(peak)) for r, peak in zip(rollouts, peaks, strict=True)]
     return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]

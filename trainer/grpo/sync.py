@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollout.engine import SamplingConfig
 from rollout.recorded import RecordedRollouts
+from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.load import base_of
 from trainer.grpo.metrics import TOLERANCES, Tolerance, check_gap
 from trainer.weights import give_weights, live_weights
@@ -106,7 +107,7 @@ class WeightSync:
         """
         trainer, first = self.trainer, self.engine.policy.schedule.first
         rows = islice(trainer.train_dataset, PROBE_PROMPTS)
-        prompts, *_ = trainer._tokenize_prompts([row["prompt"] for row in rows])
+        prompts = [prompt_ids(row["prompt"], trainer.processing_class, trainer.thinking) for row in rows]
         prompts = [prompt[-max(SHORTEST, first(SHORTEST) - PROBE_TOKENS) :] for prompt in prompts]
         room = min(first(len(prompt)) - len(prompt) for prompt in prompts)
         return prompts, max(1, min(PROBE_TOKENS, trainer.max_completion_length, room))
