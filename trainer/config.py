@@ -432,6 +432,17 @@ class GuardConfig(Configuration):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RejectionConfig(Configuration):
+    """Settings of the rejection of completions that the model with a full cache would hardly have written.
+
+    below : a completion has advantage 0 if p_trainer / p_sampler of one of its tokens is below this ratio. It still
+        counts in its group's baseline, and in the loss's mean
+    """
+
+    below: Annotated[Positive, Rule("below 1", lambda v: v < 1)] = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
 class SparseGRPOConfig(Configuration):
     """Settings of RL under a sparse cache. Fields that TRL has too have the same meaning as in TRL.
 
@@ -445,12 +456,13 @@ class SparseGRPOConfig(Configuration):
     num_iterations, steps_per_generation : passes over each generation, and the steps of a pass; None means
         gradient_accumulation_steps
     train_attention : `replay` applies the recorded evictions in training. `full` attends to all tokens, as the sampler
-        did not; it is meant for comparison
+        did not; it is meant for comparison, and with `rejection` for training a model with a full cache
     importance_correction : use of the importance ratio p_trainer / p_sampler in the loss: truncated or masked, per
         token or per sequence. With `none` the loss has no such ratio, and the old log-probs are the trainer's own
     importance_clip : value above which importance_correction truncates or masks the ratio
     zero_truncated_advantages : give advantage 0, and therefore no gradient, to outputs that reach max_completion_length
     uniform_groups : groups without reward variance have advantage 0; `drop` also excludes them from the loss's mean
+    rejection : null rejects nothing
     """
 
     num_generations: Annotated[int, Rule(">= 2", lambda v: v >= 2)] = 8
@@ -472,9 +484,12 @@ class SparseGRPOConfig(Configuration):
     zero_truncated_advantages: bool = True
     uniform_groups: Literal["keep", "drop"] = "keep"
     replay_guard: GuardConfig = field(default_factory=GuardConfig)
+    rejection: RejectionConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rejection and (self.train_attention, self.importance_correction) != ("full", "token_truncate"):
+            raise UserError("needs train_attention full and importance_correction token_truncate", "rejection")
         if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
             raise UserError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
         if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):

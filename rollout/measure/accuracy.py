@@ -79,7 +79,7 @@ def totals(lines: Sequence[Line], tokens: int) -> dict[str, Any]:
         "read_entries": max(line["read_entries"] for line in lines),
         "mean_peak_entries": sum(line["mean_peak_entries"] for line in lines) / len(lines),
         # a journal of an earlier version has no `mean_entries`
-        "mean_entries": mean(line["mean_entries"] for line in lines) if "mean_entries" in lines[0] else None,
+        "mean_entries": None if None in (means := [line.get("mean_entries") for line in lines]) else mean(means),
         **{"tokens": tokens, "tokens_per_second": tokens / max(seconds, 1e-9), "seconds": seconds},
     }
 

@@ -117,10 +117,12 @@ def bin_edges(scored: Sequence[Scored], count: int) -> list[int]:
 
 
 def bins(scored: Scored, edges: Sequence[int]) -> list[Bin | None]:
-    """Return the statistics between each two neighbouring edges; None if no token lies there."""
+    """Return the statistics between each two neighbouring edges, the last bin with all later tokens; None if a bin has
+    no token.
+    """
     result: list[Bin | None] = []
     for start, end in pairwise(edges):
-        inside = (scored.seen >= start) & (scored.seen < end)
+        inside = (scored.seen >= start) & ((scored.seen < end) | (end == edges[-1]))
         ratio, acceptance = (values[inside].sort().values for values in (scored.ratio, scored.acceptance))
         statistics = () if not len(ratio) else (
             percentile(ratio, 0.05), ratio.mean(), (ratio < RARE).double().mean(),

@@ -19,7 +19,7 @@ from sparse_rl.analysis.results import METRICS, SIZES
 from sparse_rl.analysis.tables import model_label
 from sparse_rl.metrics import read_metrics
 
-SAMPLING = ("seed", "temperature", "top_p", "top_k", "min_p", "max_completion_length", "forced_answer", "accuracy")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "forced_answer", "accuracy")
 LOGGED = ("eval_reward", "reward", "kl", "loss")  # the first that a run has logged is shown if it was not evaluated
 SHOWN = 3  # trainings without a comparison, and evaluations, that get words
 Pair = tuple[Any, Any]  # rows of evaluations: before and after a training, or with a full and a small cache
@@ -103,7 +103,7 @@ def _add_trainings(result: Finding, runs: Sequence[ReportedRun], rows: Sequence[
     (change, error), count = difference(compared[best]), len(compared[best])
     before = accuracy([before for before, _ in compared[best]])
     verb = "changed" if abs(change) <= 2 * error else "raised" if change > 0 else "lowered"
-    best_of = f", the best of {len(compared)}" if len(compared) > 1 else ""
+    best_of = f", the best of {len(compared)} trainings" if len(compared) > 1 else ""
     seconds = [sum(times) for run in lines[best] if (times := logged(read_metrics(run.folder), "step_time"))]
     costs = [f"{fmean(seconds) / 60:.1f} minutes of training{' for each seed' * (count > 1)}"] if seconds else []
     if row.policy != "full" and (full := pairs(best, row.conditions, "full")):
@@ -117,7 +117,7 @@ def _add_trainings(result: Finding, runs: Sequence[ReportedRun], rows: Sequence[
     held = _held([after for _, after in compared[best]])
     result.sentences.append((f"{about} {ends} ({counts}).", "; ".join([*costs, held])))
     if count == 1:
-        result.remedy = "This is one seed: train others to see the spread."
+        result.remedy = "This is one seed: train and evaluate others to see the spread."
     if not result.bars:
         result.measured = f"{row.task}, {_words(row)}"
         result.bars = [("before training", *before), *((name, *bar) for name, bar in bars.items())]
@@ -180,7 +180,11 @@ def _measured(row: Any) -> str:
 
 def _points(change: float, error: float) -> str:
     """Return a difference of accuracy in percentage points."""
-    size = f"± {100 * error:.1f} points" if math.isfinite(error) else "points, of unknown standard error"
+    size = (
+        f"± {100 * error:.1f} percentage points"
+        if math.isfinite(error)
+        else "percentage points, of unknown standard error"
+    )
     within = ", within error (2 standard errors)" * (abs(change) <= 2 * error < math.inf)
     return f"{100 * change:+.1f} {size}{within}".replace("-", "−")
 

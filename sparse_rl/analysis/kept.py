@@ -184,7 +184,8 @@ def draw_kept_heads(numbers: Mapping[str, Any], out: Path) -> None:
     title = f"{numbers['subject']}: kv heads that hold a token at the end"
     title += f"\nline {numbers['line']}: {len(tokens):,} evictable tokens, positions {first:,} to "
     title += f"{first + len(tokens) - 1:,}"
-    high = min(max(0.16 * len(layers), 0.6), 2.6) + (0.085 * max(len(cut(visible(t), TICK_LENGTH)) for t in tokens))
+    longest = max(len(cut(visible(token), TICK_LENGTH)) for token in tokens)
+    turned, high = 90 if longest > 1 else 0, min(max(0.16 * len(layers), 0.6), 2.6) + 0.085 * longest
     figure, panels = new_grid(title, 1, rows=len(starts), cell=(4.8, high + 0.25))
     figure.set_figheight(figure.get_figheight() + 1.4)  # the title and the colours
     style: Any = {"cmap": colormaps["Blues"].resampled(heads + 1), "vmin": -0.5, "vmax": heads + 0.5}
@@ -200,7 +201,7 @@ def draw_kept_heads(numbers: Mapping[str, Any], out: Path) -> None:
         axes.set_ylabel("layer", fontsize=8)
         if named:
             places = range(first + start, first + start + len(texts))
-            axes.set_xticks(places, texts, rotation=90, fontsize=8, family=FONT, parse_math=False)
+            axes.set_xticks(places, texts, rotation=turned, fontsize=8, family=FONT, parse_math=False)
             axes.tick_params(axis="x", length=1.5, pad=1)
         else:
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -457,7 +458,7 @@ def draw_positions(numbers: Mapping[str, Any], out: Path) -> None:
         label = f"{curve['label']}; mean {curve['mean']:.2f}"
         axes.plot([(i + 0.5) / bins for i in range(bins)], density, color=colour, label=label)
         axes.axvline(curve["mean"], color=colour, linewidth=1.5, linestyle="--")
-    axes.set(xlim=(0, 1), xlabel="position in the sequence (0: first token, 1: last); dashed: mean")
+    axes.set(xlim=(0, 1), xlabel="position in the sequence (0: first token, 1: last)\ndashed: mean")
     axes.set(ylabel="density (its integral is 1)")
     axes.set_ylim(bottom=0)
     name_lines(axes)

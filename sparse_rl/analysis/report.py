@@ -190,9 +190,8 @@ def _settings(kind: str | None, runs: Sequence[ReportedRun]) -> str:
         )
     columns = [place for place in range(len(headings)) if any(row[place] is not None for row in rows)]
     cells = [[row[place] for place in columns] for row in rows]
-    table = html.table(
-        [headings[place] for place in columns], cells, f"runs of kind {runs[0].recipe.get('kind')}", text
-    )
+    title = f"Runs of kind {kind}"
+    table = html.heading(title) + html.table([headings[place] for place in columns], cells, title, text)
     recipes = [html.source(run.text, f"recipe of {run.label}") for run in runs]
     return "".join([table, html.note(ABOUT_RUNS), *notes, differences(runs), *recipes])
 

@@ -76,8 +76,8 @@ def with_budgets(policies: Sequence[Policy], budgets: Sequence[int] | None) -> l
 
     if not budgets:
         return list(policies)
-    if "budget" not in (block := policies[0].config.as_block()):
-        raise UserError(f"{policies[0].name} has no budget; remove this option, or use another policy", "--budgets")
+    block = policies[0].config.as_block()
+    make_policy(block, budget={"tokens": [0], "entries": budgets[:1]})  # raises UserError if its budget cannot grow
     return [make_policy(block, budget=budget) for budget in budgets]
 
 

@@ -43,10 +43,10 @@ def words(result: Finding) -> str:
 @pytest.mark.parametrize(
     ("after", "error", "expected"),
     [
-        (0.80, 0.01, "raised X from 25.0% to 80.0%: +55.0 ± 1.4 points"),
-        (0.10, 0.01, "lowered X from 25.0% to 10.0%: −15.0 ± 1.4 points"),
-        (0.27, 0.01, "changed X from 25.0% to 27.0%: +2.0 ± 1.4 points, within error"),
-        (0.27, None, "changed X from 25.0% to 27.0%: +2.0 points, of unknown standard error"),
+        (0.80, 0.01, "raised X from 25.0% to 80.0%: +55.0 ± 1.4 percentage points"),
+        (0.10, 0.01, "lowered X from 25.0% to 10.0%: −15.0 ± 1.4 percentage points"),
+        (0.27, 0.01, "changed X from 25.0% to 27.0%: +2.0 ± 1.4 percentage points, within error"),
+        (0.27, None, "changed X from 25.0% to 27.0%: +2.0 percentage points, of unknown standard error"),
     ],
     ids=["better", "worse", "within", "unknown"],
 )
@@ -82,7 +82,7 @@ def test_rows_under_other_conditions_are_not_compared(change, tmp_path):
 
 def test_another_sampling_is_another_condition():
     one = row("/start", 0.25)
-    assert one.conditions == conditions(one, {**RECIPE, "model": "x", "output_dir": "y"})
+    assert one.conditions == conditions(one, {**RECIPE, "model": "x", "output_dir": "y", "seed": 7})
     assert one.conditions != conditions(one, {**RECIPE, "temperature": 0.0})
     assert one.conditions != conditions(one, {**RECIPE, "tasks": {"sums": {"limit": 10}}})
 
@@ -102,7 +102,7 @@ def test_a_seed_is_compared_with_its_own_start(tmp_path):
     own = [replace(run, recipe={**run.recipe, "model": f"/start/{run.recipe['seed']}"}) for run in runs]
     assert "raised" not in words(find(own, rows))
     rows += [row("/start/0", 0.3)]
-    assert "from 30.0% to 50.0%: +20.0 ± 1.4 points (500 problems, 1 seed)" in words(find(own, rows))
+    assert "from 30.0% to 50.0%: +20.0 ± 1.4 percentage points (500 problems, 1 seed)" in words(find(own, rows))
 
 
 def test_kinds_have_their_own_sentences_and_the_best_is_chosen_within_a_kind(tmp_path):
@@ -112,7 +112,7 @@ def test_kinds_have_their_own_sentences_and_the_best_is_chosen_within_a_kind(tmp
     rows = [row(str(run.folder), accuracy) for run, accuracy in zip(runs, (0.3, 0.5, 0.9), strict=True)]
     sentences = [sentence for sentence, _ in find(runs, [row("/start", 0.2), *rows]).sentences]
     assert len(sentences) == 2
-    assert sentences[0].startswith("Training high (grpo: RL-Sparse, the best of 2) raised")
+    assert sentences[0].startswith("Training high (grpo: RL-Sparse, the best of 2 trainings) raised")
     assert sentences[1].startswith("Training student (distillation) raised")
 
 
@@ -120,7 +120,9 @@ def test_the_cost_with_a_full_cache_is_told(tmp_path):
     run = trained(tmp_path, "sparse")
     small = [row("/start", 0.2), row(str(run.folder), 0.5)]
     full = [row("/start", 0.98, "full"), row(str(run.folder), 0.74, "full")]
-    assert "accuracy with a full cache: 98.0% became 74.0% (−24.0 ± 1.4 points)" in words(find([run], full + small))
+    assert "accuracy with a full cache: 98.0% became 74.0% (−24.0 ± 1.4 percentage points)" in words(
+        find([run], full + small)
+    )
     assert "full cache" not in words(find([run], small))
 
 
@@ -135,7 +137,7 @@ def test_a_run_without_evaluation_opens_with_what_it_logged(tmp_path):
     ("rows", "expected"),
     [
         ([row("/m", 0.9, "full"), row("/m", 0.5, retention=0.2), row("/m", 0.89, "rkv", retention=0.6)],
-         "The smallest cache within error, rkv, budget 40: −1.0 ± 1.4 points"),
+         "The smallest cache within error, rkv, budget 40: −1.0 ± 1.4 percentage points"),
         ([row("/m", 0.9, "full"), row("/m", 0.5)], FAR),
         ([row("/m", 0.9, "full"), row("/m", 0.9, error=None)], FAR),
         ([row("/m", 0.5)], "m: accuracy 50.0 ± 1.0% on sums under a small cache (gkv, budget 40)."),

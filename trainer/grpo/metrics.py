@@ -121,6 +121,7 @@ def gap_metrics(gap: Tensor, ratio: Tensor, clip: float, truncated: bool = False
         "replay/gap_max": gap.abs().max(),
         "replay/k3": (gap.expm1() - gap).mean(),  # Schulman's unbiased estimate of KL(sampler || trainer)
         "ratio/mean": weights.mean(),
+        "ratio/min": ordered[0],
         "ratio/p5": percentile(ordered, 0.05),
         "ratio/p95": percentile(ordered, 0.95),
         "ratio/max": weights.max(),
@@ -254,6 +255,23 @@ class GRPOMetrics:
         for quarter in quarters.unique().int().tolist():
             weights = pair[1, quarters == quarter].double().exp()
             self._note(f"ratio/p5_quarter{quarter}", float(percentile(weights.sort().values, 0.05)))
+
+    def record_kept(self, batch: dict[str, Any], sampled: Any, below: float) -> Tensor:
+        """Return the completions of which no token has p_trainer / p_sampler below `below`, bool [rows], and record
+        their share of all completions, and their mean reward.
+
+        batch, sampled : TRL's batch and its TracedBatch, after the first forward pass
+        """
+        trainer = self.trainer
+        ratio = sampled.logprobs[0] - batch["sampling_per_token_logps"]
+        smallest = ratio.masked_fill(~batch["completion_mask"].bool(), 0.0).amin(dim=1)
+        kept = smallest >= math.log(below)
+        everywhere = trainer.accelerator.gather(kept)
+        self._note("rejection/kept", float(everywhere.double().mean()))
+        rewards = (sampled.rewards * trainer.reward_weights.to(sampled.rewards.device)).nansum(dim=1)
+        if everywhere.any():
+            self._note("rejection/kept_reward", float(rewards[everywhere].mean()))
+        return kept
 
     def record_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Record retention, peak cache bytes and bytes of a full cache, for the layers without a sliding window; and

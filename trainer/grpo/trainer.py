@@ -7,7 +7,8 @@ The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 - with `train_attention: replay`, every forward pass of the trained and the reference model replays the trace; with
   `full`, the traces are ignored, which is the mismatched control (RL-Full is the cache policy `full`);
 - loss_type is `grpo` by default: the token-level clipped ratio averaged per response (G-KV eq. 6);
-- truncated outputs have advantage 0 (G-KV), and their reward still counts in the group's baseline;
+- truncated outputs have advantage 0 (G-KV), and so have those that `rejection` rejects; their reward still counts in
+  the group's baseline;
 - our setting importance_correction selects TRL's importance correction;
 - where top-p, top-k or min-p truncate the sampler's distribution, all models score a token among the tokens that its
   draw kept, and the loss is that of the truncated policy;
@@ -259,6 +260,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         logprobs = [r.model_logprobs + [0.0] * (width - len(r.model_logprobs)) for r in batch.rollouts]
         out["model_per_token_logps"] = torch.tensor(logprobs, device=self.accelerator.device)
         out["advantages"] = batch.advantages = self._own_advantages(out["advantages"])
+        if (rejection := self.args.sparse.rejection) is not None:
+            kept = self.own_metrics.record_kept(out, batch, rejection.below)
+            out["advantages"] = batch.advantages = batch.advantages.masked_fill(~kept, 0.0)
         shown, column = self.accelerator.gather(out["advantages"]).tolist(), cast(Any, self._logs["advantages"])
         before = list(column)[: -len(shown)]  # without those that TRL has written for these rows
         column.clear()

@@ -87,7 +87,8 @@ class TriAttention(Policy):
         query = query * turned(entries.seen[:, None] * frequency)[:, None]  # [R, Hq, D / 2]
         shape = (len(keys), keys.shape[1], -1)  # R, Hkv, G
         expected = torch.cat([query.real, query.imag], -1).unflatten(1, shape[1:]) @ keys.transpose(-1, -2)
-        scores = expected + spread.unflatten(0, shape[1:]) @ pairs(keys).abs().transpose(-1, -2)  # [R, Hkv, G, N]
+        sizes = torch.hypot(*keys.chunk(2, dim=-1)).transpose(-1, -2)  # |k_f|; `pairs` would need more memory
+        scores = expected + spread.unflatten(0, shape[1:]) @ sizes  # [R, Hkv, G, N]
         competing = entries.competing(self.config.sinks, self.config.window)[:, :, None]
         count = competing.sum(-1, keepdim=True).clamp(min=1)
         scores = scores - scores.where(competing, 0.0).sum(-1, keepdim=True) / count
