@@ -1,4 +1,4 @@
-"""How a training samples, from the values that a trainer is given: its start model, cache policy and engine."""
+"""The sampling of a training, from the values that a trainer is given: its start model, cache policy and engine."""
 
 from __future__ import annotations
 
