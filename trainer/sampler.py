@@ -82,6 +82,8 @@ class SamplerSettings:
             policy = make_policy(cache or saved or "full")
         optim = args.optim
         check_sampled(policy.config, rollout, args.scorers, lora=lora, optim=optim, prompt_cache=prompt_cache)
+        if prompt_cache is not None:
+            rollout = replace(rollout, engine="hf")  # the only engine that compacts contexts
         compute_exactly(rollout.exact)
         return cls(place, policy, rollout, engine, prompt_cache)
 
