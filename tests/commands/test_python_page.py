@@ -16,7 +16,7 @@ from sparse_rl.models.directory import saved_policy
 
 PAGE = (ROOT / "docs/python.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n(.*?)^```", "## Data\n" + PAGE, re.M | re.S))
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29671")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 GRPO = ("Data", "Train: GRPO")
 
 
