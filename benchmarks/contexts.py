@@ -13,6 +13,8 @@ methods_stories      the paper's methods, with its settings (section 4, appendix
                      of a story from those of three others by their log-probs. nll is that of the full cache's answers
 methods_retrieval    the same methods; facts are looked up in documents, each asked for alone
 retrieval, retrieval_fifty, retrieval_once    facts by many methods: 20 stated 17 times, 50 stated 7, 100 stated once
+trained_after        facts before and after retrieval/compacted, and after as many steps with whole documents; MODEL is
+                     trained by retrieval/short
 
 Head budgets come from sensitivity curves over other contexts (algorithm 4, rollout/context/budgets.py).
 """
@@ -41,9 +43,11 @@ from rollout.context import Context, PromptCacheConfig, budgets
 from rollout.context.cartridge import Cartridge, beginning, train
 from rollout.context.config import CartridgeConfig
 from rollout.context.reader import ContextPrompts, Conversation, Reader
+from sparse_rl.commands.train import train as run_recipe
 from sparse_rl.data.synthetic import ASKED, Retrieval
 from sparse_rl.models.directory import model_directory
 from sparse_rl.models.load import load_tokenizer
+from sparse_rl.recipe import load_recipe
 
 Settings = Mapping[str, Any]
 FULL, NONE = {"policy": "full"}, {"policy": "none"}
@@ -169,6 +173,7 @@ class Facts(Task):
 # ---- methods --------------------------------------------------------------------------------------------------------
 
 BOTH = {"queries": ["self_study", "repeat"]}
+OWN = {"queries": ["context"], "select": "omp"}
 REPEAT, OMP, STUDIED = {"queries": ["repeat"]}, {**BOTH, "select": "omp"}, {"queries": ["self_study"]}
 MEAN, MAXIMUM = ({"policy": "evict", "aggregate": name} for name in ("mean", "max"))
 SNAPKV = {**MEAN, "queries": ["window"], "window": 32, "pool": 5}
@@ -332,6 +337,34 @@ class Trained(Study):
         return rows
 
 
+class TrainedAfter(Study):
+    """A model before and after distillations that differ in `prompt_cache`, each with three seeds."""
+
+    arms: Mapping[str, tuple[str, ...]] = {"compacted contexts": (), "whole contexts": ("prompt_cache=null",)}
+
+    def rows(self, model: str, only: str, small: bool) -> Rows:
+        model = model_directory(model)
+        rows, steps = self.of_model("before", 0, model, small), ("max_steps=2",) if small else ()
+        for seed in range(1 if small else self.seeds):
+            for name, keys in self.arms.items():
+                place = HOUSE / f"runs/contexts/{name}, {seed}"
+                own = f"model={model}", f"seed={seed}", f"data.synthetic.seed={seed + 1}", f"output_dir={place}"
+                recipe = load_recipe("retrieval/compacted", [*own, "disable_tqdm=true", *keys, *steps])
+                trained = place / "model" if (place / "model").exists() else run_recipe(recipe)
+                rows += self.of_model(f"trained with {name}", seed, str(trained), small)
+        return rows
+
+    def of_model(self, name: str, seed: int, model: str, small: bool) -> Rows:
+        engine, rows = make_engine("hf", model=model_directory(model), policy="full", max_batch=128), Rows()
+        task = self.task(engine, load_tokenizer(model_directory(model)), 0, "evaluation")
+        for method, settings in self.methods.items():
+            measured = pandas.DataFrame(self.measured(engine, settings, task, task, small))
+            means = measured.groupby("size")[["accuracy", "nll"]].agg("mean").reset_index().to_dict("records")
+            rows += [{"method": f"{name}: {method}", "seed": seed, "contexts": len(measured), **row} for row in means]
+        print(name, seed, pandas.DataFrame(rows).groupby(["method", "size"]).accuracy.mean(), flush=True)
+        return rows
+
+
 def rest(count: int, calibration: int) -> Callable[..., Task]:
     return lambda engine, tokenizer, seed, split: Rest(
         engine, tokenizer, *((count, 1) if split == "evaluation" else (calibration, 101))
@@ -360,6 +393,9 @@ STUDIES = {
     "retrieval": Study(RETRIEVAL, facts(4, 2, 20, 17, 2), TIMES),
     "retrieval_fifty": Study(RETRIEVAL, facts(2, 1, 50, 7, 2), SMALLER),
     "retrieval_once": Study(RETRIEVAL, facts(2, 1, 100, 1, 9), SMALLER),
+    "trained_after": TrainedAfter(
+        {"full cache": FULL, "am, omp, context": OWN}, facts(48, 1, 8, 1, 1), {0.25: "4 times"}, seeds=3
+    ),
 }
 FIGURES = {"retrieval": "accuracy", "methods_stories": "nll", "methods_retrieval": "nll"}
 

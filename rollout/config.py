@@ -160,6 +160,8 @@ class Origin(Configuration):
     sampling : settings of sampling
     evicts : true if entries can be evicted
     made_by : fingerprints that the trace files store: name (`model`, `policy`, ...) -> fingerprint
+    weights : digest of the model's files of weights (`weights_digest`); empty if it is not recorded
+    rollouts : number of rollouts that the folder has when it is complete; None if it is not recorded
     """
 
     model: Text
@@ -170,6 +172,8 @@ class Origin(Configuration):
     sampling: SamplingConfig
     evicts: bool
     made_by: dict[str, str]
+    weights: str = ""
+    rollouts: PositiveInt | None = None
 
     @property
     def has_traces(self) -> bool:

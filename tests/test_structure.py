@@ -65,7 +65,6 @@ SIZES = {
     "sparse_rl.recipe.resume": "imports rewards, which a trainer may not",
     "sparse_rl.methods.triattention.config": "the settings of a method, read without torch",
     "sparse_rl.commands.calibrate": "a command",
-    "sparse_rl.recipe.sft": "a kind of recipe",
     "sparse_rl.source": "what a release changes",
     "sparse_rl.temporary": "commands and launched processes share it, and nothing else",
 }

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rollout.engine import Rollout
+from rollout.recorded import TOKENS, place_of
 from sparse_rl.attention.families import cache_shape, windows_of
 from sparse_rl.attention.interface import NO_MASK, KVView
 from sparse_rl.attention.views import make_view
-from sparse_rl.data.tokens import completion_ids, prompt_ends, prompt_ids
+from sparse_rl.data.tokens import SplitPrompt, completion_ids, prompt_ends, prompt_ids, split_prompt
 from sparse_rl.errors import UserError
 from sparse_rl.models.load import base_of
 from sparse_rl.trace import EvictionTrace, pack_traces
@@ -29,23 +30,39 @@ class Example:
 
     completion : tokens that the student learns; empty if the student will sample them
     trace : eviction trace of prompt + completion; None before an engine has sampled or simulated the sequence
+    place : place of a recorded trace, which is read when it is used (`RecordedRollouts.trace`); None without a record
+    context, first : number of the prompt's tokens up to the end of the context that an engine compacts, 0 without one,
+        and of those before the context's text
     """
 
     prompt: list[int]
     completion: list[int]
     trace: EvictionTrace | None = None
+    place: tuple[str, int, str] | None = None
+    context: int = 0
+    first: int = 0
 
     @classmethod
     def from_rollout(cls, rollout: Rollout) -> Example:
         return cls(rollout.prompt_ids, rollout.completion_ids, rollout.trace)
 
     @property
+    def split(self) -> SplitPrompt:
+        """The prompt, split after its context."""
+        return SplitPrompt(self.prompt[: self.context], self.first, self.prompt[self.context :])
+
+    @property
     def length(self) -> int:
         return len(self.prompt) + len(self.completion)
 
 
-def prompt_examples(data: Any, tokenizer: Any, thinking: bool | None) -> list[Example]:
-    return [Example(prompt_ids(prompt, tokenizer, thinking), []) for prompt in data["prompt"]]
+def prompt_examples(data: Any, tokenizer: Any, thinking: bool | None, contexts: bool = False) -> list[Example]:
+    """Return the prompts of rows. contexts : True if each begins with the row's context, which an engine compacts"""
+    if not contexts:
+        return [Example(prompt_ids(prompt, tokenizer, thinking), []) for prompt in data["prompt"]]
+    pairs = zip(data["prompt"], data["context"], strict=True)
+    splits = [split_prompt(prompt, context, tokenizer, thinking) for prompt, context in pairs]
+    return [Example([*s.context, *s.rest], [], context=len(s.context), first=s.first) for s in splits]
 
 
 def accepted(
@@ -55,8 +72,10 @@ def accepted(
     kept: list[int] = []
     for start in range(0, len(data), 256):
         part = data[start : start + 256]
-        columns = {name: values for name, values in part.items() if name not in ("prompt", "completion")}
-        ends = prompt_ends([prompt_ids(prompt, tokenizer, thinking) for prompt in part["prompt"]], tokenizer)
+        columns = {name: values for name, values in part.items() if name not in ("prompt", "completion", *TOKENS)}
+        recorded = part["prompt_ids"] if TOKENS.keys() <= part.keys() else None
+        ids = recorded or [prompt_ids(prompt, tokenizer, thinking) for prompt in part["prompt"]]
+        ends = prompt_ends(ids, tokenizer)
         scores = reward(prompts=part["prompt"], prompt_ends=ends, completions=part["completion"], **columns)
         kept += [start + i for i, score in enumerate(scores) if score is not None and score >= least]
     logger.warning("%s: %d of %d completions score >= %s", where, len(kept), len(data), least)
@@ -72,13 +91,15 @@ def completed_examples(
     max_completion_length: int,
     truncate: bool,
     where: str,
+    contexts: bool = False,
 ) -> list[Example]:
     """Return prompts with their completions as examples, and log the numbers of truncated and dropped sequences.
 
     max_length : maximum number of tokens in prompt and completion
     truncate : True truncates an overlong completion if at least one token of it fits; False drops the sequence
+    contexts : see `prompt_examples`
     """
-    examples = _tokenised(data, tokenizer, thinking, where)
+    examples = _tokenised(data, tokenizer, thinking, where, contexts)
     kept: list[Example] = []
     cut = 0
     for example in examples:
@@ -91,6 +112,28 @@ def completed_examples(
     if cut or len(kept) < len(examples):
         dropped, line = len(examples) - len(kept), "%s: %d of %d sequences are too long: %d are truncated, %d dropped"
         logger.warning(line, where, cut + dropped, len(examples), cut, dropped)
+    if not kept:
+        raise UserError("no sequence is left; change keep, max_completion_length or max_length", where)
+    return kept
+
+
+def recorded_examples(
+    rows: Any, *, max_length: int, max_completion_length: int, truncate: bool, where: str
+) -> list[Example]:
+    """Return the rows of `recorded_rows` as examples, and log the number of sequences that are dropped as too long.
+
+    truncate : True raises UserError if a sequence is too long, because a record cannot be cut
+    """
+    examples = []
+    for row in rows:
+        (sample,) = row["samples"]
+        examples.append(Example(row["prompt_ids"], sample["completion_ids"], place=place_of(sample)))
+    kept = [e for e in examples if e.length <= max_length and len(e.completion) <= max_completion_length]
+    if dropped := len(examples) - len(kept):
+        if truncate:
+            wrong = f"{dropped} of {len(examples)} recorded sequences are too long, and a record cannot be cut"
+            raise UserError(f"{wrong}; set drop, or raise max_completion_length and max_length", "overlong")
+        logger.warning("%s: %d of %d recorded sequences are too long and dropped", where, dropped, len(examples))
     if not kept:
         raise UserError("no sequence is left; change keep, max_completion_length or max_length", where)
     return kept
@@ -114,10 +157,10 @@ def text_examples(
     return [Example(part[:1], part[1:]) for part in parts if len(part) > 1]
 
 
-def _tokenised(data: Any, tokenizer: Any, thinking: bool | None, where: str) -> list[Example]:
+def _tokenised(data: Any, tokenizer: Any, thinking: bool | None, where: str, contexts: bool = False) -> list[Example]:
     try:
-        pairs = zip(data["prompt"], data["completion"], strict=True)
-        return [Example(prompt_ids(p, tokenizer, thinking), completion_ids(c, tokenizer)) for p, c in pairs]
+        pairs = zip(prompt_examples(data, tokenizer, thinking, contexts), data["completion"], strict=True)
+        return [replace(prompt, completion=completion_ids(text, tokenizer)) for prompt, text in pairs]
     except UserError as error:
         raise UserError(error.message, where) from error
 

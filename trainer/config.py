@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from rollout.config import RolloutConfig
+from rollout.context.config import PromptCacheConfig
 from sparse_rl.attention.config import AttentionKernel
 from sparse_rl.config import (
     AtLeastOne,
@@ -24,7 +25,7 @@ from sparse_rl.config import (
     at_most,
 )
 from sparse_rl.errors import UserError
-from sparse_rl.methods.config import KVpopPolicyConfig, LearnedConfig, PolicyConfig
+from sparse_rl.methods.config import FullConfig, KVpopPolicyConfig, LearnedConfig, PolicyConfig
 from sparse_rl.methods.kvpop.config import BoundaryConfig, TargetConfig
 
 Scheduler = Literal[
@@ -232,16 +233,32 @@ def refuse_own_groups(optim: Any) -> None:
 
 
 def check_sampled(
-    cache: PolicyConfig, rollout: RolloutConfig, scorers: ScorersConfig | None, *, lora: bool, optim: Any
+    cache: PolicyConfig,
+    rollout: RolloutConfig | None,
+    scorers: ScorersConfig | None,
+    *,
+    lora: bool,
+    optim: Any,
+    prompt_cache: PromptCacheConfig | None = None,
 ) -> None:
     """Raise UserError for a cache under which a training cannot sample, or not with these settings."""
+    if prompt_cache is not None:
+        if not isinstance(cache, FullConfig):
+            raise UserError("nothing is evicted after a context that prompt_cache compacts; set cache: full", "cache")
+        if rollout is not None and rollout.engine == "vllm":
+            wrong = "only hf compacts contexts with the weights that are trained; set rollout.engine: hf"
+            raise UserError(wrong, "rollout.engine")
+        try:
+            prompt_cache.check_trainable()
+        except UserError as error:
+            raise UserError(error.message, f"prompt_cache.{error.key}") from None
     try:
         cache.check_trainable()
     except UserError as error:
         raise UserError(error.message, f"cache.{error.key}") from None
     if isinstance(cache, LearnedConfig) and lora:
         raise UserError(f"does not work with cache.policy {cache.name}; remove lora", "lora")
-    if rollout.tensor_parallel > 1:
+    if rollout is not None and rollout.tensor_parallel > 1:
         wrong = "in training each process has an engine of its own; use launch.processes instead of tensor_parallel"
         raise UserError(wrong, "rollout.tensor_parallel")
     if scorers is None:
@@ -289,17 +306,28 @@ class DistillConfig(Configuration):
             if getattr(self, key) not in (None, 0, "truncate") and self.completions == "student":
                 raise UserError("applies only to the dataset's completions (completions: data); remove it", key)
 
-    def check(self, cache: PolicyConfig, *, scorers: bool, save_steps: float, cached_teacher: bool) -> None:
+    def check(
+        self,
+        cache: PolicyConfig,
+        *,
+        scorers: bool,
+        save_steps: float,
+        cached_teacher: bool,
+        prompt_cache: PromptCacheConfig | None = None,
+    ) -> None:
         """Raise UserError if these settings do not work with the other settings of a distillation.
 
         scorers : True if the scorers of the cache are trained
         save_steps : number of steps between checkpoints; 0 for none
         cached_teacher : True if the teacher is a teacher cache
+        prompt_cache : settings for compacting contexts; None if none is compacted
         """
         if scorers and self.packing:
             raise UserError("scorers read each sequence from its start; set packing: false", "packing")
         if self.packing and not cache.packs:
             raise UserError(f"sequences under {cache.name} cannot be packed; set packing: false", "packing")
+        if self.packing and prompt_cache is not None and prompt_cache.fits:
+            raise UserError("sequences after contexts with fitted entries cannot be packed; set false", "packing")
         if self.completions == "student" and cached_teacher:
             wrong = "covers only the dataset's completions, but the student samples new ones; remove teacher_cache"
             raise UserError(wrong, "teacher_cache")
@@ -391,7 +419,8 @@ class SFTTrainingConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(Configuration):
-    """Settings of supervised fine-tuning with a full cache.
+    """Settings of supervised fine-tuning with a full cache. With `data.traces` the recipe instead becomes one of kind
+    distill with kl_weight 0 and ce_weight 1: of these settings it uses only `max_length`, and drops longer rows.
 
     With `packing: true`, TRL packs several documents into a row, and a token sees only its own document. With
     `packing_strategy: wrapped`, a token also sees the documents before its own in the row.

@@ -138,6 +138,8 @@ def model_card(
     cache = "none: a full cache" if policy is None else f"`{policy!r}`"
     if policy is not None and policy.schedule.peak is not None:
         cache += f", which holds at most {policy.schedule.peak} entries per kv head while tokens are generated"
+    if recipe.get("prompt_cache"):
+        cache += "; the contexts of its prompts were compacted, by the recipe's `prompt_cache`"
     # The commands of a card at an absolute path are run in its directory.
     directory = hub_name.split("/")[-1] if hub_name else "." if Path(place).is_absolute() else str(place)
     local = shlex.quote(directory)

@@ -21,7 +21,7 @@ from torch import Tensor
 from rollout.context.budgets import competing_counts, planned
 from rollout.context.cache import Context, ContextCache, LayerEntries, LayerwiseView, by_kv_head, joined
 from rollout.context.cartridge import trained
-from rollout.context.config import ON_POLICY, Part, PromptCacheConfig
+from rollout.context.config import ON_POLICY, RECORDED, Part, PromptCacheConfig
 from rollout.context.reader import MOST_QUESTIONS, REQUESTS, Reader, Stages, conversations, moved, question, summarized
 from sparse_rl import clock
 from sparse_rl.errors import NotFiniteError, UserError
@@ -33,7 +33,6 @@ from sparse_rl.policies.cache import at_slots
 OfLayer = Callable[[int], Tensor]
 Counts = Sequence[Sequence[int]]  # a number for each kv head, [layer][kv head]
 
-RECORDED = {"context", "window"}  # kinds of reference queries that can be recorded
 OWN = {"context", "window", "random"}  # kinds of reference queries that are made from the queries of the prefill
 MOST_LOGITS = 2**28  # with more logits, kv heads are fitted one by one, and scores are computed in groups of queries
 
@@ -276,7 +275,7 @@ def recorded_queries(config: PromptCacheConfig, places: Tensor, group: int) -> T
     """Return the reference queries of a part of a context whose texts see the tokens `places`, as
     `ContextRecord.sections` takes them: int64 [n, 2]; None if they cannot be recorded.
     """
-    if not RECORDED.issuperset(config.queries):
+    if not set(config.queries) <= {*RECORDED}:
         return None
     tokens = [places[-config.window :] if kind == "window" else places for kind in config.queries]
     drawn = subset(group * sum(map(len, tokens)), config)

@@ -12,6 +12,8 @@ from sparse_rl.errors import UserError
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # of sensitivity curves; at ratio 0 a head keeps one entry
 BASE = 0.05  # ratio of all other heads
 QueryKind = Literal["context", "repeat", "self_study", "question", "window", "random", "random_plain"]
+# Kinds of queries that a trace can record: those of the context's own tokens.
+RECORDED: tuple[QueryKind, ...] = ("context", "window")
 # Kinds of queries whose texts continue the context, and see its compacted entries.
 ON_POLICY = {"repeat", "self_study", "question"}
 SummaryKind = Literal["plain", "detailed", "for_questions", "concise", "shortest"]
@@ -194,6 +196,22 @@ class PromptCacheConfig(Configuration):
         """True if the kept entries get new biases or new values."""
         return self.policy == "am" and (self.fit_biases or self.fit_values)
 
+    def check_trainable(self) -> None:
+        """Raise UserError if no trainer can replay completions after contexts that are compacted in this way."""
+        if self.summary is not None:
+            raise UserError("a summary takes the place of the prompt's own tokens; remove it in training", "summary")
+        if self.policy == "cartridge":
+            raise UserError("training cannot remake a cartridge; use am, evict, full or none", "policy")
+        if self.by_text:
+            raise UserError("training cannot remake parts that are read alone; use chunking: kv", "chunking")
+        if not self.fits:
+            return
+        if self.fit == "paper":
+            raise UserError("training cannot repeat the paper's solvers; use fit: ridge", "fit")
+        if other := [kind for kind in self.queries if kind not in RECORDED]:
+            wrong = f"a trace cannot record queries of {other[0]}, because they are not of the context's own tokens"
+            raise UserError(f"{wrong}; in training use [context], [window] or both, or policy: evict", "queries")
+
     def between(self, tokens: int) -> int:
         """Return the number of tokens between the first `first` and the last `last` ones of a context of `tokens`
         tokens. Raises UserError if there are none.
@@ -220,3 +238,17 @@ class PromptCacheConfig(Configuration):
         if self.sized:
             return max(1, round(self.ratio * between))
         return between if self.policy == "full" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedPromptCache(PromptCacheConfig):
+    """Settings for compacting the context of each prompt once for all its completions, with the weights that sample.
+
+    queries : kinds of reference queries. Under am, only context (the context's tokens) and window (its last `window`
+        tokens) can be replayed in training
+    first, last : number of further tokens kept unchanged at the start and at the end of the context's text; tokens that
+        the chat template puts before the text are always kept
+    """
+
+    queries: list[QueryKind] = field(default_factory=lambda: ["context"])
+    first: NonNegativeInt = 0

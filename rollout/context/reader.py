@@ -22,6 +22,7 @@ from rollout.context.cache import Context, LayerwiseView, cache_after
 from rollout.context.config import PromptCacheConfig
 from sparse_rl.attention.families import global_layers, ropes, windows_of
 from sparse_rl.attention.views import CacheMap
+from sparse_rl.data.tokens import split_prompt, with_context
 from sparse_rl.errors import UserError
 from sparse_rl.models.weights import Identity
 from sparse_rl.policies.cache import Cache
@@ -100,6 +101,20 @@ class ContextPrompts:
             {name: follow(f"\n\n{request}") for name, request in SUMMARIES.items()},
             text,
         )
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any], tokenizer: Any) -> ContextPrompts:
+        """Return the prompts about contexts for a dataset with a row like this one, of `prompt` and `context`.
+
+        A prompt about a context is the end of a user's turn that begins with the context. The model answers it without
+        thinking, if its chat template can switch this off.
+        """
+        prompt, context = row["prompt"], row["context"]
+
+        def follow(text: str) -> list[int]:
+            return split_prompt(with_context(prompt, context, context, text), context, tokenizer, thinking=False).rest
+
+        return cls.of(tokenizer, follow, not isinstance(prompt, str))
 
 
 def after_thinking(text: str) -> str:

@@ -73,13 +73,14 @@ def label(policy: Policy) -> str:
 def totals(lines: Sequence[Line], tokens: int) -> dict[str, Any]:
     """Return the fields of a row that are computed alike from all lines, whose rollouts have `tokens` tokens in all."""
     seconds = sum(line["seconds"] for line in lines)
+    means: list[Any] = [line.get("mean_entries") for line in lines]
     return {
         "retention": sum(line["retention"] for line in lines) / len(lines),
         "peak_entries": max(line["peak_entries"] for line in lines),
         "read_entries": max(line["read_entries"] for line in lines),
         "mean_peak_entries": sum(line["mean_peak_entries"] for line in lines) / len(lines),
         # a journal of an earlier version has no `mean_entries`
-        "mean_entries": None if None in (means := [line.get("mean_entries") for line in lines]) else mean(means),
+        "mean_entries": None if None in means else mean(means),
         **{"tokens": tokens, "tokens_per_second": tokens / max(seconds, 1e-9), "seconds": seconds},
     }
 

@@ -172,8 +172,8 @@ def _settings(kind: str | None, runs: Sequence[ReportedRun]) -> str:
         if mass := logged(log, "support/mass"):
             kept = f"top-p, top-k or min-p kept {_mean(mass):.1%} of the probability"
             notes.append(html.note(f"{run.label}: {kept}. The rest was not trained: evaluate with the same settings."))
-        cache_block = dict(recipe.get("cache") or {})
-        words = str(cache_block.get("policy", "")), budget_words(cache_block.get("budget"))
+        cache_block = dict(recipe.get("prompt_cache") or recipe.get("cache") or {})
+        words = str(cache_block.get("policy", "")), budget_words(cache_block.get("budget") or cache_block.get("ratio"))
         policy = " ".join(filter(None, words))
         trained = f"{policy}; full attention in training" if run.method == "mismatched" else policy
         rewards, seconds = logged(log, "reward"), logged(log, "step_time")

@@ -40,6 +40,7 @@ from trainer.config import LaunchConfig
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, loss_bytes, training_state
 
 ASSUMED_PROMPT = 512  # tokens in a prompt, if the recipe does not bound its prompts
+QUERY = 12  # bytes of the record of one reference query
 SUPPORT = 60  # bytes of a typical support, of 15 tokens; top-p and min-p do not bound it
 ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
 TIGHT = 0.9  # share of the memory above which a fit is called tight
@@ -222,24 +223,6 @@ class _Process:
             name = "the context" if at_once is None else str(at_once)
             yield Item(f"sliding windows of {name}", (at_once or 1) * unit_bytes, when="sampling", note=note)
 
-
-class _Evaluation(_Process):
-    """Memory of an evaluation, or of another recipe that samples without training."""
-
-    def plan(self) -> Plan:
-        """Return the memory plan. The caches of a sweep are used in turn: only the largest counts."""
-        recipe: Any = self.recipe  # every kind that samples without training has `sequences`
-        engine = self.engine_items()
-        weights = [Item("weights", self.weights, note=recipe.dtype)]
-        prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
-        prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
-        at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
-        if recipe.prompt_caches():
-            return Plan(self.parameters, weights + self.context_items(prompt, at_once))
-        points = [self.cache_items(policy, prompt, at_once) for policy in self.policies]
-        items = (engine or weights) + max(points, key=lambda point: sum(item.device for item in point))
-        return Plan(self.parameters, [*items, *self.window_items(self.fed(prompt), at_once)])
-
     def context_items(self, tokens: int, at_once: int) -> list[Item]:
         """Return the items of contexts of `tokens` tokens, compacted one after another, and of `at_once` questions."""
         shape, configs, group = self.shape, self.recipe.prompt_caches(), self.heads // self.shape[1]
@@ -261,6 +244,24 @@ class _Evaluation(_Process):
             *self.window_items(tokens),
             Item(f"KV cache of {at_once}", answers, when="sampling", note=note),
         ]
+
+
+class _Evaluation(_Process):
+    """Memory of an evaluation, or of another recipe that samples without training."""
+
+    def plan(self) -> Plan:
+        """Return the memory plan. The caches of a sweep are used in turn: only the largest counts."""
+        recipe: Any = self.recipe  # every kind that samples without training has `sequences`
+        engine = self.engine_items()
+        weights = [Item("weights", self.weights, note=recipe.dtype)]
+        prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
+        prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
+        at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
+        if recipe.prompt_caches():
+            return Plan(self.parameters, weights + self.context_items(prompt, at_once))
+        points = [self.cache_items(policy, prompt, at_once) for policy in self.policies]
+        items = (engine or weights) + max(points, key=lambda point: sum(item.device for item in point))
+        return Plan(self.parameters, [*items, *self.window_items(self.fed(prompt), at_once)])
 
 
 class _Training(_Process):
@@ -287,7 +288,7 @@ class _Training(_Process):
         notes = {"weights": f"{dtype}{zero}", "optimizer": "AdamW, offloaded" if launch.offload else "AdamW"}
         items = [Item(name, device, host, note=notes.get(name, "")) for name, (device, host) in state.items()]
         items += self.update_items(stored, trained=trainable >= self.parameters)
-        if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None:
+        if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None and not recipe.without_teacher:
             items.append(self.teacher(recipe, copy))
         if recipe.foresees():
             rows = recipe.training.per_device_train_batch_size
@@ -299,6 +300,8 @@ class _Training(_Process):
             items.append(Item("simulating model", copy, note=recipe.dtype))
         if recipe.rollout is not None:
             items += self.sampling_items(engine)
+        if recipe.rollout is not None or recipe.data.traces:
+            items += self.trace_items()
         return Plan(parameters, items)
 
     def update_items(self, stored: int, trained: bool) -> Iterator[Item]:
@@ -336,18 +339,31 @@ class _Training(_Process):
         return Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))
 
     def sampling_items(self, engine: list[Item]) -> list[Item]:
-        """Return the items of the engine, the engine's cache, and the traces that training replays."""
-        recipe, items, sequences = self.recipe, list(engine), self.recipe.sequences()
-        (policy,), (layers, kv_heads, _) = self.policies, self.shape
+        """Return the items of the engine, and of the engine's cache."""
+        recipe, items, (policy,) = self.recipe, list(engine), self.policies
         if recipe.launch.zero_stage == 3 and not engine:
             note = "ZeRO-3 gathers the weights for sampling"
             items.append(Item("gathered weights", self.weights, when="sampling", note=note))
-        at_once = min(recipe.rollout.max_batch, sequences)
-        items += [*self.cache_items(policy, self.prompt, at_once), *self.window_items(self.fed(self.prompt), at_once)]
-        if policy.schedule.evicts and not (isinstance(recipe, GRPORecipe) and recipe.grpo.train_attention == "full"):
+        at_once = min(recipe.rollout.max_batch, recipe.sequences())
+        if recipe.prompt_caches():
+            return [*items, *self.context_items(self.prompt, at_once)]
+        return [
+            *items,
+            *self.cache_items(policy, self.prompt, at_once),
+            *self.window_items(self.fed(self.prompt), at_once),
+        ]
+
+    def trace_items(self) -> list[Item]:
+        """Return the items of the traces that training replays."""
+        recipe, items, sequences = self.recipe, list[Item](), self.recipe.sequences()
+        (policy,), (layers, kv_heads, _), contexts = self.policies, self.shape, self.recipe.prompt_caches()
+        if (policy.schedule.evicts or contexts) and not (
+            isinstance(recipe, GRPORecipe) and recipe.grpo.train_attention == "full"
+        ):
             experts = routed_experts(self.skeleton)
             traces = trace_bytes(layers, kv_heads, self.length, sequences, policy.config.recorded, experts)
             traces += trace_bytes(len(self.windows), kv_heads, self.length, sequences)
+            traces += sum(QUERY * sequences * self.prompt * config.fits for config in contexts)
             note = f"{sequences} sequences of {self.length} tokens" + (f", {experts} experts each" if experts else "")
             items.append(Item("traces", host=traces, note=note))
             items += self.tile_items(recipe.training.per_device_train_batch_size) if self.cuda else ()

@@ -132,7 +132,9 @@ def run_method(run: Path) -> str | None:
     """Return the name of a run's method in the table of colours (analysis/drawing.py); None if unknown."""
     try:
         recipe = parse_yaml(read_text(run / RECIPE_FILE), RECIPE_FILE)
-        policy = None if recipe.get("cache") is None else str(recipe["cache"].get("policy", "full"))
+        cache = recipe.get("prompt_cache") if recipe.get("kind") in ("grpo", "distill") else None
+        cache = cache or recipe.get("cache")
+        policy = None if cache is None else str(cache.get("policy", "full"))
     except DAMAGED:
         return None
     if policy not in (None, "full") and recipe.get("train_attention") == "full":

@@ -296,7 +296,7 @@ class Retrieval(SyntheticTask):
         rng, out = random.Random(f"retrieval/documents/{split}/{seed}"), list[dict[str, Any]]()
         for problem in self.problems(split, size, seed):
             document, pairs = self.document(problem, rng), self.questions(problem, rng)
-            out.append({"prompt": f"{document} {ASKED} {pairs[0][0]}", "answer": pairs[0][1]})
+            out.append({"prompt": f"{document} {ASKED} {pairs[0][0]}", "answer": pairs[0][1], "context": document})
             if with_response:
                 others = "".join(f" {question} {answer}" for question, answer in pairs[1:])
                 out[-1]["completion"] = f" {pairs[0][1]}{others}"

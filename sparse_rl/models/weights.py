@@ -252,6 +252,13 @@ def file_fingerprints(place: str, weights: bool) -> dict[str, str]:
     return {str(file.relative_to(folder)): fingerprint(file) for file in files}
 
 
+def weights_digest(place: str) -> str:
+    """Return a digest of the files of weights, scorers included, of a model's directory or hub name."""
+    files = file_fingerprints(place, weights=True).items()
+    weights = sorted(text for name, text in files if name.endswith(".safetensors"))
+    return hashlib.sha256("\n".join(weights).encode()).hexdigest()[:16]
+
+
 def identify(model: Any) -> Identity:
     """Return the identity of a directory, of a hub name, or of a module in memory."""
     if not isinstance(model, (str, Path)):

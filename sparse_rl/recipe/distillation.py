@@ -58,6 +58,11 @@ class TaughtRecipe(ReplayedRecipe):
         return self.taught_by.teacher or self.model
 
     @property
+    def without_teacher(self) -> bool:
+        """True if only the cross-entropy of given completions is trained, which needs no teacher."""
+        return self.data.traces is not None and self.loss.kl_weight == 0
+
+    @property
     def own_teacher(self) -> bool:
         """True if the starting model itself is the teacher, and no teacher cache replaces the teacher."""
         return self.taught_by.teacher is None and self.taught_by.teacher_cache is None
@@ -71,6 +76,8 @@ class TaughtRecipe(ReplayedRecipe):
         from sparse_rl.models.weights import check_weights
 
         teacher = self.taught_by.teacher
+        if self.without_teacher:
+            return "none, as kl_weight is 0"
         if (folder := self.taught_by.teacher_cache) is not None:
             return f"predictions saved in {folder}: {len(self.open_teacher_cache(folder, config).places)} sequences"
         if teacher is None:
@@ -130,8 +137,10 @@ class TaughtRecipe(ReplayedRecipe):
         return {**options, **vars(self.replay), "per_device_eval_batch_size": rows}
 
     def _given_teacher(self, config: Any, examples: list[Example]) -> Any:
-        """Return the teacher's name, None for the model itself, or the teacher cache, which must contain all
-        `examples`."""
+        """Return the teacher's name, None for the model itself or no teacher, or the teacher cache, which must contain
+        all `examples`."""
+        if self.without_teacher:
+            return None
         if (folder := self.taught_by.teacher_cache) is None:
             return self.taught_by.teacher
         cache = self.open_teacher_cache(folder, config)
@@ -155,7 +164,12 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             scorers=self.scorers is not None,
             save_steps=self.training.save_steps,
             cached_teacher=self.taught_by.teacher_cache is not None,
+            prompt_cache=self.prompt_cache,
         )
+        if self.recorded:
+            for key, default in (("completions", "data"), ("refresh_every", 0)):
+                if getattr(self.distill, key) != default:
+                    raise UserError("has no effect on recorded rollouts; remove this key", key)
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         return SamplingConfig(self.distill.max_completion_length, self.loss.temperature, n=samples, seed=self.seed)
@@ -180,7 +194,7 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
     def simulates_apart(self) -> bool:
         """True if a further copy of the model simulates the evictions of given completions."""
         uses_same_weights = self.own_teacher and self.launch.zero_stage < 3 and not self.distill.refresh_every
-        return self.distill.completions != "student" and not uses_same_weights
+        return not self.recorded and self.distill.completions != "student" and not uses_same_weights
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
@@ -192,15 +206,20 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
         if self.distill.keep is not None:
             reward, least = run.rewards[0][0], self.distill.keep_from
             rows = accepted(rows, reward, least, where, run.tokenizer, data.thinking)
-        longest = self.rollout.max_model_len, run.config.max_position_embeddings
-        return make_examples(rows, run.tokenizer, data.thinking, self.distill, longest, where)
+        engine = None if self.rollout is None else self.rollout.max_model_len
+        longest = engine, run.config.max_position_embeddings
+        return make_examples(
+            rows, run.tokenizer, data.thinking, self.distill, longest, where, self.prompt_cache is not None
+        )
 
     def make_trainer(self, run: Run, folder: Path) -> Any:
+        from rollout.context.reader import ContextPrompts
         from trainer import rundir
         from trainer.arguments import adapters
         from trainer.distill import DistillArguments, DistillTrainer
 
         examples, held_out = self.examples(run)
+        about = None if self.prompt_cache is None else ContextPrompts.of_row(run.rows[0], run.tokenizer)
         return DistillTrainer(
             model=self.model,
             teacher=self._given_teacher(run.config, [*examples, *(held_out or [])]),
@@ -212,9 +231,8 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
             processing_class=run.tokenizer,
             peft_config=adapters(self.lora, run.skeleton),
             callbacks=[rundir.RunLog(folder)],
-            cache=self.cache,
-            rollout=self.rollout,
-            max_prompt_tokens=self.longest_prompt(),
+            about=about,
+            **self.sampled_by(run),
         )
 
 

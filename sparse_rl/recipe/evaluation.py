@@ -209,13 +209,6 @@ class TasksRecipe(Recipe):
                 "name at least one task, for example tasks: [aime24], or tasks: {mine: {path: mine.jsonl}}", "tasks"
             )
 
-    def refuse_without_context(self, why: str) -> None:
-        """Raise UserError if a task has no column of contexts."""
-        for name, data in self.tasks.items():
-            if not data.has_context:
-                wrong = f"{why}; say which column holds them, as in columns: {{context: article}}"
-                raise UserError(wrong, f"tasks.{name}.columns")
-
     def sampling(self, samples: int = 1) -> SamplingConfig:
         cut = self.top_p, self.top_k, self.min_p
         return SamplingConfig(self.max_completion_length, self.temperature, *cut, n=samples, seed=self.seed)

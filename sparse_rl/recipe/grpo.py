@@ -44,6 +44,32 @@ class GRPORecipe(SampledRecipe):
         if self.validation is not None and self.validation.data.thinking != self.data.thinking:
             raise UserError("must equal data.thinking", "validation.data.thinking")
 
+    def _check_recorded(self) -> None:
+        super()._check_recorded()
+        if self.recorded and self.validation is not None:
+            raise UserError("would sample, but recorded rollouts have no engine; use sparse-rl eval", "validation")
+
+    def samples_in_row(self) -> int:
+        return self.grpo.num_generations
+
+    def findings(self, run: Run) -> dict[str, str]:
+        topics = super().findings(run)
+        if self.recorded:
+            recording = self.recording(run.config)
+            recording.check_sampling(self.sampling())
+            topics["off-policy"] = self._off_policy_words(recording.same_weights)
+        return topics
+
+    def _off_policy_words(self, same_weights: bool) -> str:
+        """Describe ratio, clipping and importance correction of recorded groups."""
+        grpo = self.grpo
+        weight = f"the loss has p_trainer / p_sampler ({grpo.importance_correction} at {grpo.importance_clip:g})"
+        if grpo.importance_correction == "none":
+            weight = "the loss treats recorded groups as if the present weights had sampled them"
+        clip = "the clipped ratio is to the weights with which a group is first scored"
+        guard = "checks the gap before the first update alone" if same_weights else "is off"
+        return f"{weight}; {clip}; there is no probe at the start, and the guard {guard}"
+
     def _check_sync_ref_model(self) -> None:
         """Raise UserError for settings that do not work with a reference model that follows the trained model."""
         if self.lora is not None:
@@ -87,6 +113,7 @@ class GRPORecipe(SampledRecipe):
         if self.validation is None:
             return None
         sampling = self.sampling(self.validation.samples)
+        contexts = {} if self.prompt_cache is None else {"prompt_cache": as_mapping(self.prompt_cache)}
         return {
             "kind": "eval",
             "model": run,
@@ -101,6 +128,7 @@ class GRPORecipe(SampledRecipe):
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "max_completion_length": sampling.max_tokens,
+            **contexts,
         }
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
@@ -149,9 +177,7 @@ class GRPORecipe(SampledRecipe):
             processing_class=run.tokenizer,
             peft_config=adapters(self.lora, run.skeleton),
             callbacks=[rundir.RunLog(folder), completions],
-            cache=self.cache,
-            rollout=self.rollout,
-            max_prompt_tokens=self.longest_prompt(),
+            **self.sampled_by(run),
             thinking=self.data.thinking,
         )
         completions.trainer = trainer

@@ -135,7 +135,8 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
         raise _as_one(wrong_keys, source)
     options = {key: coerce(value, passed_through[key], key, source) for key, value in options.items()}
     try:
-        return build(cls, mapping, "", source, trainer_options=options)
+        recipe = build(cls, mapping, "", source, trainer_options=options)
+        return recipe.on_traces() if isinstance(recipe, SFTRecipe) and recipe.data.traces else recipe
     except UserError as error:
         if error.key == "cache" and any(key.startswith("cache.") for key in overridden):
             mend = f"{error.message} (cache={{policy: ...}} replaces the whole block)"

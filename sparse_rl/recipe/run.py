@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, cast
 
 from rollout.config import SAMPLE_LIVE, RolloutConfig, SamplingConfig
-from rollout.context.config import PromptCacheConfig
+from rollout.context.config import PromptCacheConfig, TrainedPromptCache
 from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, as_mapping, flat, show
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
@@ -32,6 +32,7 @@ from sparse_rl.recipe.yaml_text import dump_yaml, parse_yaml
 from trainer.config import LaunchConfig, LoraConfig, ReplayConfig, ScorersConfig, TrainingConfig, check_sampled
 
 if TYPE_CHECKING:
+    from rollout.recorded import RecordedRollouts
     from sparse_rl.policies.base import Policy
 
 R = TypeVar("R", bound="Recipe", covariant=True)
@@ -95,7 +96,10 @@ class Run(Generic[R]):
         def rows_of(data: DataConfig, where: str) -> Any:
             from trainer.launch import once
 
-            rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
+            if data.traces:
+                rows = read_recorded(data, self, where)
+            else:
+                rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
             once(f"golds of {where}", lambda: check_golds(rewards[0], rows, where))
             return rows
 
@@ -206,6 +210,13 @@ class Recipe(Configuration):
     def prompt_sources(self) -> dict[str, DataConfig]:
         """Return the datasets that supply prompts: dotted key -> dataset."""
         return {}
+
+    def refuse_without_context(self, why: str) -> None:
+        """Raise UserError if a dataset has no column of contexts."""
+        for key, data in self.prompt_sources().items():
+            if not data.has_context:
+                wrong = f"{why}; say which column holds them, as in columns: {{context: article}}"
+                raise UserError(wrong, f"{key}.columns")
 
     def prompt_bounds(self) -> list[int | None]:
         """Return the maximum number of tokens in a prompt for each dataset in `prompt_sources`; None means unknown."""
@@ -385,6 +396,26 @@ def read_rows(
     )
 
 
+def read_recorded(config: DataConfig, run: Run[Any], where: str) -> Any:
+    """Return the rollouts of the folders `config.traces` as rows, which all processes of a launch share."""
+    from rollout.recorded import recorded_rows
+    from trainer.launch import once_on_disk
+
+    recipe, arguments = run.recipe, (config, run.config, run.tokenizer, run.recipe.samples_in_row())
+    try:
+        rows = once_on_disk(f"{where} {config} {arguments[-1]}", lambda: recorded_rows(*arguments))
+    except UserError as error:
+        key = error.key if error.key == "num_generations" else f"{where}.traces"
+        raise UserError(error.message, key) from error
+    if lacking := [name for name in recipe.columns() if name not in rows.column_names]:
+        raise UserError(f"the rollouts have no {lacking[0]}, which this recipe needs; sample again", f"{where}.traces")
+    names = [spec if isinstance(spec, str) else spec.get("name") for spec in recipe.named_rewards()[1]]
+    if "recorded" in names and any(sample["reward"] is None for samples in rows["samples"] for sample in samples):
+        mend = "sample again with sparse-rl rollout --score, or set rewards"
+        raise UserError(f"a line has no key reward, which the reward recorded reads; {mend}", f"{where}.traces")
+    return rows
+
+
 def check_golds(rewards: Sequence[Any], rows: Any, where: str) -> None:
     """Warn about rows that a reward can never score, because it cannot read their gold answer or tests.
 
@@ -554,7 +585,7 @@ class TrainRecipe(Recipe):
         if resume is not None:
             checkpoint = checkpoint_to_resume(resume, recipe.resolved(), run.inputs())
             findings["resume"] = str(checkpoint)
-        for topic in ("rollouts", "attention kernel", "scorers' target", "generation config"):
+        for topic in ("rollouts", "off-policy", "attention kernel", "scorers' target", "generation config"):
             if here and topic in findings:
                 say(topic, findings[topic])
         return replace(run, recipe=recipe, findings=findings, checkpoint=checkpoint)
@@ -631,24 +662,96 @@ class SampledRecipe(ReplayedRecipe):
     """Training on sequences that an engine samples, or simulates, under a cache.
 
     cache : cache policy: {policy: name, parameters of the policy}, or just the name
+    prompt_cache : settings for compacting the context of each prompt once for all its completions, as in an evaluation.
+        The teacher of a distillation attends to the whole context. null means that the context is part of each prompt
+    rollout : settings of the engine; null with data.traces, where nothing is sampled
     scorers : settings for training a learned policy's scorers further; null leaves the scorers unchanged
     """
 
     cache: PolicyConfig
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    prompt_cache: TrainedPromptCache | None = None
+    rollout: RolloutConfig | None = field(default_factory=RolloutConfig)
     scorers: ScorersConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_recorded()
         optim = self.trainer_options.get("optim")
-        check_sampled(self.cache, self.rollout, self.scorers, lora=self.lora is not None, optim=optim)
+        lora, compaction = self.lora is not None, self.prompt_cache
+        check_sampled(self.cache, self.rollout, self.scorers, lora=lora, optim=optim, prompt_cache=compaction)
+        if compaction is not None:
+            self.refuse_without_context("prompt_cache compacts contexts")
+            if self.rollout is not None:  # only hf compacts contexts
+                object.__setattr__(self, "rollout", replace(self.rollout, engine="hf"))
         self.check_model_len()
+
+    @property
+    def recorded(self) -> bool:
+        """True if the recipe trains on recorded rollouts, so that no engine samples or simulates."""
+        return self.data.traces is not None
+
+    def _check_recorded(self) -> None:
+        """Raise UserError for settings of sampling beside recorded rollouts; without an engine, `rollout` is None."""
+        validation = self.validation
+        if validation is not None and (validation.data.traces is not None) != self.recorded:
+            raise UserError("data and validation.data must both have traces, or neither", "validation.data.traces")
+        if not self.recorded and self.rollout is None:
+            raise UserError("null is for recorded rollouts (data.traces) alone", "rollout")
+        if self.recorded and self.rollout not in (None, RolloutConfig()):
+            raise UserError("has no effect on recorded rollouts; remove this block, or set null", "rollout")
+        if self.recorded and self.prompt_cache is not None:
+            raise UserError("has no effect on recorded rollouts; remove this block", "prompt_cache")
+        if self.recorded:
+            object.__setattr__(self, "rollout", None)
+
+    def samples_in_row(self) -> int:
+        """Return the number of recorded samples of one problem that a row of the dataset holds."""
+        return 1
+
+    def recording(self, config: Any) -> RecordedRollouts:
+        """Return the rollouts of data.traces. config : configuration of the recipe's model"""
+        from rollout.recorded import RecordedRollouts
+        from sparse_rl.policies.make import make_policy
+
+        datasets = [self.data] if self.validation is None else [self.data, self.validation.data]
+        folders = dict.fromkeys(folder for data in datasets for folder in data.traces or ())
+        try:
+            return RecordedRollouts(list(folders), self.model, config, make_policy(self.cache))
+        except UserError as error:
+            raise UserError(error.message, "data.traces") from error
+
+    def findings(self, run: Run) -> dict[str, str]:
+        from trainer.sampler import refuse_compacted_experts
+
+        if self.prompt_cache is not None:
+            refuse_compacted_experts(run.skeleton)
+        topics = super().findings(run)
+        if not self.recorded:
+            return topics
+        recording = self.recording(run.config)
+        for warning in recording.warnings:
+            warn(warning)
+        return {**topics, "rollouts": recording.describe()}
+
+    def sampled_by(self, run: Run) -> dict[str, Any]:
+        """Return the parameters of a trainer that say how its sequences are sampled."""
+        if self.recorded:
+            return {"engine": self.recording(run.config)}
+        settings = {"cache": self.cache, "prompt_cache": self.prompt_cache, "rollout": self.rollout}
+        return {**settings, "max_prompt_tokens": self.longest_prompt()}
 
     def foresees(self) -> bool:
         return self.scorers is not None
 
     def caches(self) -> list[PolicyConfig | None]:
         return [self.cache]
+
+    def prompt_caches(self) -> list[PromptCacheConfig]:
+        return [] if self.prompt_cache is None else [self.prompt_cache]
+
+    def input_files(self) -> dict[str, tuple[str | None, bool]]:
+        budgets = None if self.prompt_cache is None else self.prompt_cache.budgets
+        return {**super().input_files(), "prompt_cache.budgets": (budgets, False)}
 
     def longest_row(self, prompt: int) -> int | None:
         return prompt + self.sampling().max_tokens

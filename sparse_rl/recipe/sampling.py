@@ -20,7 +20,7 @@ from rollout.measure.journal import point_key
 from sparse_rl.attention import compute_exactly
 from sparse_rl.attention.families import context_length
 from sparse_rl.data.config import DataConfig
-from sparse_rl.data.tokens import prompt_ids, split_prompt, with_context
+from sparse_rl.data.tokens import prompt_ids, split_prompt
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import file_states
 from sparse_rl.models.load import load_model
@@ -99,11 +99,7 @@ def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig) -> list[list[in
 
 
 def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Questions:
-    """Return the prompts of a dataset with contexts, each split after its context, and the prompts about the contexts.
-
-    A prompt about a context is the end of a user's turn that begins with the context. The model answers it without
-    thinking, if its chat template can switch this off.
-    """
+    """Return the prompts of a dataset with contexts, each split after its context, and prompts about the contexts."""
     rows = list(zip(data["prompt"], data["context"], strict=True))
     prompts = []
     for i, (prompt, context) in enumerate(rows):
@@ -111,9 +107,4 @@ def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Question
             prompts.append(split_prompt(prompt, context, tokenizer, config.thinking))
         except UserError as error:
             raise UserError(f"problem {i + 1}: {error.message}") from None
-    prompt, context = rows[0]
-
-    def follow(text: str) -> list[int]:
-        return split_prompt(with_context(prompt, context, context, text), context, tokenizer, thinking=False).rest
-
-    return Questions(prompts, ContextPrompts.of(tokenizer, follow, not isinstance(prompt, str)))
+    return Questions(prompts, ContextPrompts.of_row(data[0], tokenizer))

@@ -173,7 +173,7 @@ def test_the_default_of_a_block_is_an_instance_of_its_class(cls):
         if dataclasses.is_dataclass(default):
             assert isinstance(default, hints[key])
             assert default == type(default)()
-            assert type(default) is hints[key] or issubclass(hints[key], NamedConfiguration)
+            assert type(default) in (hints[key], *get_args(hints[key])) or issubclass(hints[key], NamedConfiguration)
 
 
 @pytest.mark.parametrize("kind", KINDS)

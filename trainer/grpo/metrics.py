@@ -21,6 +21,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rollout.engine import Rollout
 from rollout.measure.mismatch import percentile
+from rollout.recorded import RecordedRollouts
 from sparse_rl.attention.families import policy_shape
 from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.metrics import no_lesson
@@ -164,10 +165,10 @@ def over_processes(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(values) if name in largest else sum(values) / len(values) for name, values in gathered.items()}
 
 
-def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
+def held_entries(rollouts: Sequence[Rollout], policy: Policy, recorded: bool = False) -> list[int]:
     """Return the peak number of cache entries of each sequence, prefill included, as a mean over the layers without a
-    sliding window and kv heads, rounded up."""
-    if policy.schedule.counts_vary:
+    sliding window and kv heads, rounded up. recorded : True if another policy than `policy` may have evicted"""
+    if recorded or policy.schedule.counts_vary or not policy.schedule.evicts:  # contexts may be compacted before
         peaks = [float(r.trace.policy_part().peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
         return [max(len(r.prompt_ids), math.ceil(peak)) for r, peak in zip(rollouts, peaks, strict=True)]
     return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
@@ -280,7 +281,11 @@ class GRPOMetrics:
         layers, kv_heads, head_dim = policy_shape(base_of(accelerator.unwrap_model(trainer.model)).config)
         per_entry = 2 * layers * kv_heads * head_dim * (2 if trainer.args.bf16 or trainer.args.fp16 else 4)
         retention = sum(r.trace.retention() for r in rollouts)
-        held, fed = sum(held_entries(rollouts, trainer.engine.policy)), sum(len(r.trace) - 1 for r in rollouts)
+        recorded = isinstance(trainer.engine, RecordedRollouts)
+        held, fed = (
+            sum(held_entries(rollouts, trainer.engine.policy, recorded)),
+            sum(len(r.trace) - 1 for r in rollouts),
+        )
         sampled = sum(len(r.completion_ids) for r in rollouts)
         support = 0, 0, 0.0
         if trainer.sampling.truncated_support:
@@ -298,7 +303,8 @@ class GRPOMetrics:
         if trainer.sampling.truncated_support:
             for name, total in zip(("size", "single", "mass"), support, strict=True):
                 self._note(f"support/{name}", total / tokens)
-        self.record_policy(max(rollouts, key=lambda r: len(r.trace)))
+        if not recorded or trainer.engine.same_policy:
+            self.record_policy(max(rollouts, key=lambda r: len(r.trace)))
 
     def warn_if_nothing_is_learnt(self) -> None:
         """Warn once for each reason why nothing can be learnt from the newest batches."""

@@ -37,12 +37,15 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, maybe_gather_lm_head_ctx
 
 from rollout.config import RolloutConfig
+from rollout.context.config import PromptCacheConfig
+from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, Rollout, SamplingConfig
+from rollout.recorded import RecordedRollouts
 from sparse_rl.attention.families import context_length
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
 from sparse_rl.attention.views import make_view
-from sparse_rl.data.tokens import prompt_ends, prompt_ids
+from sparse_rl.data.tokens import SplitPrompt, prompt_ends, prompt_ids, split_prompt
 from sparse_rl.errors import UserError
 from sparse_rl.experts import RouterReplay, balancing_loss, has_experts
 from sparse_rl.models.load import base_of
@@ -133,6 +136,7 @@ class TracedBatch:
     column `traces` of TRL's batch, which is a dict: TRL shuffles and splits the list like its tensors, and a checkpoint
     keeps it. The loss of a part of that dict takes the part's traces into its own TracedBatch, and replays them.
 
+    prompts : prompts, split after their contexts, if the engine compacts these; empty while a loss is computed
     rollouts : rollouts that were just sampled; empty while a loss is computed
     rewards : rewards of all ranks, float [rows, reward functions]
     advantages : of each rollout, float [rows]
@@ -142,6 +146,7 @@ class TracedBatch:
     """
 
     traces: Sequence[EvictionTrace] = ()
+    prompts: Sequence[SplitPrompt] = ()
     rollouts: Sequence[Rollout] = ()
     rewards: Tensor = field(default_factory=lambda: torch.empty(0))
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -166,8 +171,11 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     cache : cache policy under which it samples and trains: a name, a mapping {"policy": name, its parameters}, or an
         object; None means the policy saved with the model, or a full cache
+    prompt_cache : settings for compacting the context of each row (column `context`) once, keys of the block
+        `prompt_cache` of a recipe; None means that the context is part of each prompt
     rollout : settings of the engine, keys of the block `rollout` of a recipe; {"engine": "hf"} is the default
-    engine : an engine of the caller, in the place of `cache` and `rollout`
+    engine : an engine of the caller, or RecordedRollouts whose rows the datasets hold, in the place of `cache` and
+        `rollout`
     max_prompt_tokens : length of the longest prompt, for which vllm plans its cache; None means unknown
     thinking : value that is passed to the chat template, to turn thinking on or off
     """
@@ -178,8 +186,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self,
         *positional: Any,
         cache: Any = None,
+        prompt_cache: PromptCacheConfig | Mapping[str, Any] | None = None,
         rollout: RolloutConfig | Mapping[str, Any] | None = None,
-        engine: Engine | None = None,
+        engine: Engine | RecordedRollouts | None = None,
         max_prompt_tokens: int | None = None,
         thinking: bool | None = None,
         **named: Any,
@@ -188,7 +197,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         given["args"] = args = SparseGRPOArguments.of(given.get("args"))
         _check_given(given)
         model, adapted = given["model"], given.get("peft_config") is not None or hasattr(given["model"], "peft_config")
-        self.sampler = SamplerSettings.of(model, cache, rollout, engine, args, adapted)
+        self.sampler = SamplerSettings.of(model, cache, rollout, engine, args, adapted, prompt_cache)
         if isinstance(model, (str, Path)):
             given["model"] = self.sampler.place
             options, own = model_options(weights_dtype(args.dtype, args.zero_stage, adapted)), args.model_init_kwargs
@@ -227,7 +236,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         args.settle_kernel(live.config)
         carry_scorers(live, self.sampler.policy, self.sampler.place)
         lengths = max_prompt_tokens, self.sampling.max_tokens
-        self.engine = self.sampler.open(live, self.sampler.place or live, live.config, args, *lengths)
+        about = None
+        if self.sampler.prompt_cache is not None:
+            about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class)
+        self.engine = self.sampler.open(live, self.sampler.place or live, live, args, *lengths, about)
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
         if self.args.sync_ref_model and self.learned_policy is not None:
             raise UserError("the reference model lacks the scorers of the model; remove this key", "sync_ref_model")
@@ -253,7 +265,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with our advantages and two more columns: `traces`, and in `model_per_token_logps` the
         sampler's log-probs before top-p, top-k and min-p, float [rows, completion width]."""
-        batch = self.batch = TracedBatch()
+        batch = self.batch = TracedBatch(prompts=self.split_prompts(inputs))
+        if isinstance(self.engine, RecordedRollouts):
+            inputs, batch.rollouts = self.engine.hand_out(inputs, self.accelerator.process_index)
         out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
         out["traces"] = batch.traces
         width = out["completion_ids"].shape[1]
@@ -273,8 +287,20 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             self.own_metrics.record_gap(out, batch.logprobs)
         return out
 
+    def split_prompts(self, rows: Sequence[dict[str, Any]]) -> list[SplitPrompt]:
+        """Return the prompts of rows, split after the contexts that the engine compacts; [] if it compacts none."""
+        if not hasattr(self.engine, "prompt_cache"):
+            return []
+        split = partial(split_prompt, tokenizer=self.processing_class, thinking=self.thinking)
+        return [split(row["prompt"], row["context"]) for row in rows]
+
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
-        ids = [prompt_ids(p, self.processing_class, self.thinking) for p in prompts]
+        if self.batch.rollouts:  # recorded
+            return [rollout.prompt_ids for rollout in self.batch.rollouts], None, {}
+        if self.batch.prompts:
+            ids = [[*prompt.context, *prompt.rest] for prompt in self.batch.prompts]
+        else:
+            ids = [prompt_ids(p, self.processing_class, self.thinking) for p in prompts]
         longest, window = max(map(len, ids)), context_length(base_of(self.model).config)
         if window is not None and longest + self.sampling.max_tokens > window:
             wrong = f"after a prompt of {longest:,} tokens, exceeds the model's context length of {window:,} tokens"
@@ -284,19 +310,27 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample one completion per prompt, and return token ids and log-probs. TRL repeats each prompt as needed."""
+        """Sample one completion per prompt, unless it is recorded, and return token ids and log-probs. TRL repeats each
+        prompt as needed."""
         self._generations += self.mode == "train"
-        seed = self.sampling_seed(None if self.mode == "eval" else self._generations)
-        sampling = dataclasses.replace(self.sampling, seed=seed)
-        with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
-            rollouts = self.engine.generate(prompt_ids, sampling)
-            if sampling.truncated_support and any(SUPPORT[0] not in r.trace.further for r in rollouts):
-                raise UserError("the engine records no supports (docs/extending.md), which top_p, top_k and min_p need")
+        rollouts = self.batch.rollouts or self._sample(prompt_ids)
         replayed = self.args.sparse.train_attention == "replay"
         self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
         self.batch.rollouts = rollouts
         self.own_metrics.record_rollouts(rollouts)
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
+
+    def _sample(self, prompt_ids: list[list[int]]) -> Sequence[Rollout]:
+        seed = self.sampling_seed(None if self.mode == "eval" else self._generations)
+        sampling = dataclasses.replace(self.sampling, seed=seed)
+        with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
+            if self.batch.prompts:
+                rollouts = cast(Any, self.engine).continued(self.batch.prompts, sampling)
+            else:
+                rollouts = self.engine.generate(prompt_ids, sampling)
+            if sampling.truncated_support and any(SUPPORT[0] not in r.trace.further for r in rollouts):
+                raise UserError("the engine records no supports (docs/extending.md), which top_p, top_k and min_p need")
+        return rollouts
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         ends = prompt_ends([rollout.prompt_ids for rollout in self.batch.rollouts], self.processing_class)
