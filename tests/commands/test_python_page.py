@@ -68,11 +68,12 @@ def test_a_script_resumes_exactly(launcher, tmp_path):
     assert not run(parts, *GRPO, launcher=launcher)
     assert "resume_from_checkpoint, or choose another output_dir" in run(parts, *GRPO, launcher=launcher)
     resumed = {"\ntrainer.train()\n": "\n"}
-    for old, new, wrong in (
+    refused = (
         ('"budget": 40', '"budget": 36', "cache.budget was 40 and is now 36"),
         ("64, seed=1", "64, seed=3", "rows of train_dataset was"),
         ('"bf16": False', '"bf16": False, "seed": 5', "seed was 42 and is now 5"),
-    ):
+    )
+    for old, new, wrong in refused[: 1 if launcher else None]:
         assert wrong in run(parts, *GRPO, "Resume", launcher=launcher, **resumed, **{old: new})
     assert not run(parts, *GRPO, "Resume", launcher=launcher, **resumed)
     left, right, early = (
