@@ -29,7 +29,7 @@ from torch import Tensor
 from sparse_rl.attention.families import MULTIMODAL
 from sparse_rl.errors import UserError, reason
 from sparse_rl.files import fingerprint, open_tensors, read_json
-from sparse_rl.models.directory import CENTRES_FILE, CONFIG_FILE, INDEX, POLICY_FILE, SCORER_FILE, SCORERS, WEIGHTS
+from sparse_rl.models.directory import CONFIG_FILE, INDEX, POLICY_FILE, SCORER_FILE, SCORERS, WEIGHTS
 
 # ---- the text part ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ SETTINGS = (  # patterns of the files that configure a model and its tokenizer
     *("config.json", "generation_config.json", POLICY_FILE, "*token*.json", "vocab.*", "merges.txt", "*.model"),
     *("chat_template*", "additional_chat_templates/*"),
 )
-WEIGHT_FILES = ("model*.safetensors", INDEX, SCORER_FILE, CENTRES_FILE)
+WEIGHT_FILES = ("model*.safetensors", INDEX, SCORER_FILE)
 LEFT_OUT = (SCORERS, "lm_head.", "rotary_emb.")  # a checkpoint or a module may lack these tensors
 
 
@@ -248,6 +248,8 @@ def file_fingerprints(place: str, weights: bool) -> dict[str, str]:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(place, allow_patterns=patterns))
+    if (folder / WEIGHTS).is_file() and not (folder / SCORER_FILE).is_file():
+        patterns = [pattern for pattern in patterns if pattern != INDEX]  # `sparse-rl calibrate` may have written it
     files = sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
     return {str(file.relative_to(folder)): fingerprint(file) for file in files}
 

@@ -26,7 +26,7 @@ from rollout.context.config import PromptCacheConfig, TrainedPromptCache
 from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, as_mapping, flat, show
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.methods.config import FullConfig, PolicyConfig
+from sparse_rl.methods.config import FullConfig, PolicyConfig, TriAttentionConfig
 from sparse_rl.progress import say, stage, warn
 from sparse_rl.recipe.yaml_text import dump_yaml, parse_yaml
 from trainer.config import LaunchConfig, LoraConfig, ReplayConfig, ScorersConfig, TrainingConfig, check_sampled
@@ -750,8 +750,11 @@ class SampledRecipe(ReplayedRecipe):
         return [] if self.prompt_cache is None else [self.prompt_cache]
 
     def input_files(self) -> dict[str, tuple[str | None, bool]]:
+        from sparse_rl.models.directory import CENTRES_FILE
+
         budgets = None if self.prompt_cache is None else self.prompt_cache.budgets
-        return {**super().input_files(), "prompt_cache.budgets": (budgets, False)}
+        centres = f"{self.model}/{CENTRES_FILE}" if isinstance(self.cache, TriAttentionConfig) else None
+        return {**super().input_files(), "prompt_cache.budgets": (budgets, False), "centres": (centres, False)}
 
     def longest_row(self, prompt: int) -> int | None:
         return prompt + self.sampling().max_tokens

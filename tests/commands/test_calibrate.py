@@ -17,10 +17,12 @@ from sparse_rl.commands.main import main
 from sparse_rl.errors import UserError
 from sparse_rl.models.centres import copy_centres, read_centres
 from sparse_rl.models.directory import CENTRES_FILE
-from sparse_rl.models.weights import file_fingerprints
+from sparse_rl.models.weights import file_fingerprints, weights_digest
 from sparse_rl.policies import make_policy
+from sparse_rl.recipe import load_recipe
 from sparse_rl.trace import NEVER
 
+CACHES = "cache={policy: h2o, budget: 40}", "cache={policy: triattention, budget: 40}"
 POLICY = make_policy("triattention", budget=16, window=4, period=8)
 
 
@@ -91,13 +93,21 @@ def test_centres_that_do_not_belong_to_the_model_are_refused(
 def test_a_trained_model_gets_the_centres_under_which_it_was_trained(calibrated: Path, tmp_path: Path) -> None:
     """Control: the file of the starting model is refused for the trained one."""
     trained = changed(calibrated, tmp_path, "weights")
-    before = file_fingerprints(str(trained), weights=True)
+    before = (trained / CENTRES_FILE).read_bytes()
     with pytest.raises(UserError, match="another model"):
         read_centres(trained)
     copy_centres(str(calibrated), trained, POLICY)
     own, others = read_centres(trained), read_centres(calibrated)
     assert all(torch.equal(value, vars(others)[name]) for name, value in vars(own).items())
-    assert file_fingerprints(str(trained), weights=True)[CENTRES_FILE] != before[CENTRES_FILE]
+    assert (trained / CENTRES_FILE).read_bytes() != before
+
+
+def test_centres_leave_a_model_the_same_for_all_other_policies(calibrated: Path) -> None:
+    """Control: to a recipe with triattention its centres are an input that must not change."""
+    assert weights_digest(str(calibrated)) == weights_digest(str(QUICKSTART))
+    assert file_fingerprints(str(calibrated), weights=True) == file_fingerprints(str(QUICKSTART), weights=True)
+    files = [load_recipe("quickstart/grpo", [f"model={calibrated}", cache]).input_files() for cache in CACHES]
+    assert [file["centres"][0] for file in files] == [None, str(calibrated / CENTRES_FILE)]
 
 
 @pytest.mark.slow
