@@ -15,11 +15,13 @@ SHELL := /bin/bash
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install quickstart papers test test-all lint docs clean
+.PHONY: install packages quickstart papers test test-all lint docs wheel clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
 	@echo "Ready. Next: source $(VENV)/bin/activate, then sparse-rl doctor RECIPE; or make quickstart (5 minutes)"
+
+packages: $(VENV)/.packages
 
 quickstart: $(READY)
 	@$(BIN)/python -m sparse_rl.cli quickstart --seeds $(SEEDS) --engine $(ENGINE) $(if $(filter 1,$(SCRATCH)),--scratch)
@@ -37,12 +39,21 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile Dockerfile.cuda
 
 docs: $(DOCS)/.ready
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
-	@echo "Open site/index.html; with a search: $(DOCS)/bin/mkdocs serve"
+	@echo "Open site/index.html"
 
-$(READY): requirements/cpu.lock pyproject.toml
+wheel: $(READY)
+	@$(BIN)/python -m build --no-isolation --quiet
+	@ls -t dist/* | head -2
+
+$(READY): $(VENV)/.packages pyproject.toml
+	@$(BIN)/pip install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.packages: requirements/cpu.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 2; }
 	@echo "Setting up $(VENV): $(TORCH), vLLM, TRL, transformers and what they need, $$(grep -c == $<) packages" \
 	  "pinned in $< (4 GB; minutes the first time)"
@@ -51,7 +62,6 @@ $(READY): requirements/cpu.lock pyproject.toml
 	  $(BIN)/pip install -qq --no-deps "$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
 	@$(BIN)/pip install --no-deps -r requirements/cpu.lock 2> >(grep -v ^WARNING >&2) | awk '/^Installing/ { print "installing them" } \
 	  /^Collecting/ && ++n % 25 == 0 { print n, "packages read" } { fflush() }'
-	@$(BIN)/pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(DOCS)/.ready: requirements/docs.lock
@@ -61,4 +71,4 @@ $(DOCS)/.ready: requirements/docs.lock
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

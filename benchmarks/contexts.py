@@ -358,8 +358,9 @@ class TrainedAfter(Study):
         engine, rows = make_engine("hf", model=model_directory(model), policy="full", max_batch=128), Rows()
         task = self.task(engine, load_tokenizer(model_directory(model)), 0, "evaluation")
         for method, settings in self.methods.items():
-            measured = self.measured(engine, settings, task, task, small)
-            rows += [{"method": f"{name}: {method}", "seed": seed, **row} for row in measured]
+            measured = pandas.DataFrame(self.measured(engine, settings, task, task, small))
+            means = measured.groupby("size")[["accuracy", "nll"]].agg("mean").reset_index().to_dict("records")
+            rows += [{"method": f"{name}: {method}", "seed": seed, "contexts": len(measured), **row} for row in means]
         print(name, seed, pandas.DataFrame(rows).groupby(["method", "size"]).accuracy.mean(), flush=True)
         return rows
 

@@ -390,7 +390,6 @@ def distill(rows: int, tokens: int, vocabulary: int = 4096, top: int = 256) -> M
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from trainer.batch import Example
-    from trainer.config import DistillationLossConfig
     from trainer.distill import DistillArguments, DistillTrainer
     from trainer.teacher import TeacherCache, TeacherFacts, weights_fingerprint, write_teacher_cache
 
@@ -414,8 +413,8 @@ def distill(rows: int, tokens: int, vocabulary: int = 4096, top: int = 256) -> M
 
     def step(source: Any, top_k: int | None) -> Callable[[], None]:
         options = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "gradient_checkpointing": False}
-        args = DistillArguments(output_dir=folder, loss=DistillationLossConfig(top_k=top_k), **options)
-        trainer = DistillTrainer(student, source, engine, args, data)
+        args = DistillArguments(output_dir=folder, bf16=False, top_k=top_k, **options)
+        trainer = DistillTrainer(student, args, data, teacher=source, engine=engine)
         return lambda: trainer.compute_loss(trainer.model, examples).backward()
 
     sources = {"teacher": (teacher, None), f"teacher, top {top}": (teacher, top), "cache": (TeacherCache(folder), top)}

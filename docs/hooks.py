@@ -21,6 +21,18 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sparse_rl", "rollout", "trainer", "rewards")
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+# What one calls first opens a package's page; the rest follows in the order of `__all__`.
+FIRST = {
+    "sparse_rl.trace": ["EvictionTrace", "NEVER", "load_traces", "save_traces"],
+    "sparse_rl.policies": ["make_policy", "Policy"],
+    "sparse_rl.methods.config": ["accepted_parameters", "CONFIGS"],
+    "sparse_rl.kernels": ["running_topk"],
+    "sparse_rl.attention": ["replay_logprobs", "make_view", "future_attention_mass"],
+    "sparse_rl.recipe": ["load_recipe", "make_recipe", "list_recipes", "Run"],
+    "rollout": ["make_engine", "Engine", "SamplingConfig", "Rollout"],
+    "rollout.context": ["PromptCacheConfig", "load_context", "save_context"],
+    "rewards": ["make_rewards"],
+}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)]*)?)\)")
 ENTRY = re.compile(r"(\w+(?:, \w+)*) : (.*)")
 log = logging.getLogger("mkdocs.hooks.site")
@@ -94,12 +106,13 @@ def _api_pages():
         package = packages.pop(0)
         packages += [m for m in package.modules.values() if m.is_subpackage or m.path == "sparse_rl.methods.config"]
         if package.exports:
-            names = sorted(str(name) for name in package.exports)
+            first = FIRST.get(package.path, [])
+            names = list(dict.fromkeys([*first, *(str(name) for name in package.exports)]))
             for name in names:
                 _check_docstrings(package[name])
-            first = package.docstring.value.split("\n\n")[0].split("\n")[0]
+            about = package.docstring.value.split("\n\n")[0].split("\n")[0]
             shown = "\n\n".join(f"::: {package.path}.{name}" for name in names)
-            yield package.path, f"# {package.path}\n\n{first}\n\n{shown}\n"
+            yield package.path, f"# {package.path}\n\n{about}\n\n{shown}\n"
 
 
 def _check_docstrings(offered: griffe.Object | griffe.Alias) -> None:

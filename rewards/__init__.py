@@ -43,6 +43,7 @@ REWARDS: dict[str, type] = {
     "short_answer": text.ShortAnswerReward,
     "letter": text.LetterReward,
     "code": CodeReward,
+    "recorded": text.RecordedReward,
 }
 """Built-in rewards: name in recipes -> class."""
 

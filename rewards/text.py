@@ -378,3 +378,15 @@ class RepetitionReward:
         from trl.rewards import get_repetition_penalty_reward
 
         return get_repetition_penalty_reward(self.ngram_size, self.max_penalty)(completion_ids=ids)
+
+
+class RecordedReward:
+    """Returns the reward that is stored with a recorded rollout (data.traces), by `sparse-rl rollout --score` or by a
+    program of your own, in the key `reward` of its line."""
+
+    __name__ = "recorded"
+
+    def __call__(
+        self, completions: Sequence[Any], reward: Sequence[float | None] | None = None, **columns: Any
+    ) -> list[float | None]:
+        return list(require_column("recorded", "reward", reward, completions, columns))

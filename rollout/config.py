@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from sparse_rl.config import (
     Configuration,
@@ -113,6 +113,27 @@ class RolloutConfig(Configuration):
     full_graphs: bool = False
     exact: bool = True
 
+    def arguments(self, dtype: str, prompt: int | None, completion: int) -> dict[str, Any]:
+        """Return the arguments of `make_engine`, except model, policy and progress. The engine must be chosen.
+
+        dtype : name of the dtype of the computation
+        prompt, completion : maximum numbers of tokens; None means unknown
+        """
+        arguments = {"dtype": dtype, "max_batch": self.max_batch}
+        if self.engine == "hf":
+            return arguments
+        return {
+            **arguments,
+            "max_prompt": prompt,
+            "max_model_len": self.max_model_len or (prompt and prompt + completion),
+            "kv_cache_gb": self.kv_cache_gb,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "tensor_parallel": self.tensor_parallel,
+            "sleep_mode": self.sleep,
+            "full_graphs": self.full_graphs,
+            "exact": self.exact,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRolloutConfig(RolloutConfig):
@@ -139,6 +160,8 @@ class Origin(Configuration):
     sampling : settings of sampling
     evicts : true if entries can be evicted
     made_by : fingerprints that the trace files store: name (`model`, `policy`, ...) -> fingerprint
+    weights : digest of the model's files of weights (`weights_digest`); empty if it is not recorded
+    rollouts : number of rollouts that the folder has when it is complete; None if it is not recorded
     """
 
     model: Text
@@ -149,6 +172,8 @@ class Origin(Configuration):
     sampling: SamplingConfig
     evicts: bool
     made_by: dict[str, str]
+    weights: str = ""
+    rollouts: PositiveInt | None = None
 
     @property
     def has_traces(self) -> bool:

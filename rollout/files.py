@@ -29,6 +29,7 @@ from sparse_rl.errors import UserError, unread
 from sparse_rl.trace import EvictionTrace, load_traces, save_traces
 
 Dense = Callable[..., EvictionTrace]  # from `length`, the number of tokens, to the trace of a full cache
+OWN = ("prompt_ids", "completion_ids", "logprobs", "model_logprobs", "finish_reason")  # keys of a line for its rollout
 PART = 64  # number of lines read at a time when there are no trace files
 
 
@@ -38,11 +39,17 @@ class Part:
 
     file : the file of the rollouts' traces, or completions.jsonl if there are no trace files
     line : line of the first rollout in completions.jsonl, counted from 1
+    further : further keys of each line, which the caller of `written_rollouts` gave
     """
 
     file: Path
     line: int
     rollouts: list[Rollout]
+    further: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, file: Path, line: int, pairs: Sequence[tuple[Rollout, dict[str, Any]]]) -> Part:
+        return cls(file, line, [rollout for rollout, _ in pairs], [further for _, further in pairs])
 
 
 Add = Callable[[Sequence[Rollout], Sequence[Mapping[str, Any]]], None]
@@ -66,7 +73,7 @@ def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
                 save_traces(file, [r.trace for r in rollouts], origin.made_by)
                 parts += 1
             for rollout, extra in zip(rollouts, further, strict=True):
-                log.write(json.dumps({**extra, **_as_line(rollout, origin.sampling)}) + "\n")
+                log.write(json.dumps({**extra, **_as_line(rollout, origin.sampling)}, default=str) + "\n")
             log.flush()
 
         yield add
@@ -107,18 +114,23 @@ class RolloutFiles:
                     wrong = f"holds {len(traces)} traces, but {COMPLETIONS} has only {len(loaded)} lines left"
                     raise UserError(f"{file} {wrong}: the two files were not written by one call; sample again")
                 pairs = zip(loaded, traces, strict=True)
-                yield Part(file, count + 1, [self._rollout(*line, trace, file) for line, trace in pairs])
+                yield Part.of(file, count + 1, [self._rollout(*line, trace, file) for line, trace in pairs])
                 count += len(traces)
             dense = partial(EvictionTrace.dense, layers, kv_heads, windows=windows)
             while not self.origin.has_traces and (loaded := list(islice(lines, PART))):
                 rollouts = [self._rollout(*line, dense, self.folder / COMPLETIONS) for line in loaded]
-                yield Part(self.folder / COMPLETIONS, count + 1, rollouts)
+                yield Part.of(self.folder / COMPLETIONS, count + 1, rollouts)
                 count += len(loaded)
             if next(lines, None) is not None:
                 wrong = f"{COMPLETIONS} has more lines than the {count} traces"
                 raise UserError(f"{self.folder}: {wrong}; copy the missing trace files, or sample again")
         if not count:
             raise UserError(f"{self.folder / COMPLETIONS} is empty; sample again")
+        if count != (self.origin.rollouts or count):
+            wrong = f"holds {count} of {self.origin.rollouts} rollouts"
+            raise UserError(
+                f"{self.folder} {wrong}: sparse-rl rollout is still writing it, or was stopped; sample again"
+            )
 
     @contextmanager
     def _opened(self) -> Iterator[Iterator[str]]:
@@ -129,7 +141,9 @@ class RolloutFiles:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} cannot be read: {unread(error)}") from error
 
-    def _rollout(self, number: int, text: str, trace: EvictionTrace | Dense, file: Path) -> Rollout:
+    def _rollout(
+        self, number: int, text: str, trace: EvictionTrace | Dense, file: Path
+    ) -> tuple[Rollout, dict[str, Any]]:
         try:
             line = json.loads(text)
             if not isinstance(line, dict):
@@ -148,7 +162,7 @@ class RolloutFiles:
         except (ValueError, RecursionError) as error:
             problem = error.message if isinstance(error, UserError) else f"the line is not JSON ({error})"
             raise UserError(f"{self.folder / COMPLETIONS}, line {number}: {problem}") from None
-        return rollout
+        return rollout, {name: value for name, value in line.items() if name not in OWN}
 
 
 def _logprobs(line: Mapping[str, Any], name: str, tokens: int) -> list[float]:

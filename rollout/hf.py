@@ -45,6 +45,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.experts import RouterRecord, has_experts
 from sparse_rl.kernels.exact import padded_layers
 from sparse_rl.methods.kvpop.scorers import head_digests
+from sparse_rl.models.centres import carry_centres
 from sparse_rl.models.directory import SCORERS
 from sparse_rl.models.load import head_of, load_model, load_plain_model
 from sparse_rl.models.weights import Identity, identify
@@ -112,6 +113,7 @@ class HFEngine:
         else:
             self.model = model
         adopt(self.model)
+        carry_centres(self.model, policy)
         self.policy = policy.bound_to(self.model)
         self.max_batch = max_batch
         self.progress = progress

@@ -51,6 +51,8 @@ def no_lesson(metrics: Mapping[str, Any], zero_truncated: bool) -> tuple[str, in
     if zero_truncated and metrics.get("completions/clipped_ratio") == 1:
         why = "every completion was cut off, and cut-off completions have advantage 0, so the gradient is 0"
         return f"{why}: raise max_completion_length, or set zero_truncated_advantages: false", 1
+    if metrics.get("rejection/kept", 1.0) < 0.1:
+        return "rejection keeps less than a tenth of the completions: raise cache.budget", 5
     if metrics.get("frac_reward_zero_std") == 1:
         why = "the rewards within each group are equal, so all advantages are 0"
         return f"{why}: check the reward functions, or use problems that the model solves sometimes but not always", 10

@@ -7,7 +7,11 @@ from sparse_rl.methods.config import CONFIGS, accepted_parameters
 LEARNED = ["kvpop", "dms"]
 PAGED = ["clustered", "layered"]  # policies with pages are tested in tests/methods/pages
 PRESSED = ["press"]  # needs kvpress: tests/methods/press
-SAMPLED = [name for name in CONFIGS if name not in (*LEARNED, *PAGED, *PRESSED)]
+CALIBRATED = ["triattention"]  # needs a model with centres (tiny.centred): tests/policies/test_policy_triattention.py
+# families to whose tiny models they do not apply: RoPE is partial or interleaved, absent in a layer, or scales queries
+UNCALIBRATED = ["phi3", "glm4", "glm4_moe", "smollm3", "ministral3"]
+SAMPLED = [name for name in CONFIGS if name not in (*LEARNED, *PAGED, *PRESSED, *CALIBRATED)]
 ON_VLLM = [name for name in SAMPLED if name != "lined"]  # the number of entries of this policy keeps growing
 BOUNDED = [name for name in SAMPLED if "budget" in accepted_parameters(name)]
+GROWING = [name for name in BOUNDED if name != "am"]  # their budgets may grow with the tokens seen
 EVICTING = [name for name in SAMPLED if name != "full"]

@@ -11,9 +11,9 @@ from itertools import cycle
 import pytest
 import torch
 from dense_matched import dense_logprobs
-from growing import Growing, GrowingConfig
 from judging import gap, wrong_routes, wrong_traces, wrong_windows
-from policy_cases import SAMPLED
+from policy_cases import CALIBRATED, GROWING, SAMPLED, UNCALIBRATED
+from tiny import centred
 
 from rollout import SamplingConfig, make_engine
 from sparse_rl.attention import compute_exactly
@@ -29,7 +29,9 @@ from sparse_rl.trace import NEVER
 TRAINED = ("quickstart", "stories260K")
 FIRST = ("qwen2", "qwen3", "llama")  # families of which `make test` runs every case
 CELLS = [
-    (policy, period) for policy in SAMPLED for period in ((1, 8) if "period" in accepted_parameters(policy) else (1,))
+    (policy, period)
+    for policy in (*SAMPLED, *CALIBRATED)
+    for period in ((1, 8) if "period" in accepted_parameters(policy) else (1,))
 ]
 # In `make test`, each other family runs in one case. The others are slow tests.
 SHORTENED = dict(
@@ -83,6 +85,7 @@ def is_slow(model: str, policy: str, period: int) -> bool:
         pytest.param(*cell, model, marks=[pytest.mark.slow] if is_slow(model, *cell) else [])
         for cell in CELLS
         for model in (*FAMILIES, *TRAINED)
+        if cell[0] not in CALIBRATED or model not in UNCALIBRATED
     ],
 )
 @pytest.mark.few(41)
@@ -90,17 +93,21 @@ def test_replay_equals_sampling(policy_name, period, model_name, model_of, polic
     """Control: under each wrong trace the gap is at least 100 times the true gap (`check_cell`)."""
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=period)
     prompts, trained = prompts_of(model_name, LENGTHS), model_name in TRAINED
-    check_cell(model_of(model_name), policy, prompts, 1e-3 if trained else 1e-5, tally)
+    model = centred(model_name) if policy_name in CALIBRATED else model_of(model_name)
+    check_cell(model, policy, prompts, 1e-3 if trained else 1e-5, tally)
 
 
 @pytest.mark.parametrize("model_name", [*FIRST, *TRAINED])
-@pytest.mark.parametrize("period", [1, 8])
+@pytest.mark.parametrize(("policy_name", "period"), [*((name, 8) for name in GROWING), ("gkv", 1), ("streaming", 1)])
 @pytest.mark.few(4)
-def test_replay_equals_sampling_under_a_budget_that_grows(period, model_name, model_of, prompts_of, tally):
-    """The rows of a batch keep different numbers of entries (tests/growing.py)."""
-    policy, trained = Growing(GrowingConfig(budget=BUDGET - 8, window=4, period=period)), model_name in TRAINED
-    prompts, least = prompts_of(model_name, LENGTHS), 1e-3 if trained else 1e-5
-    check_cell(model_of(model_name), policy, prompts, least, tally)
+def test_replay_equals_sampling_under_a_budget_that_grows(
+    policy_name, period, model_name, model_of, policy_of, prompts_of, tally
+):
+    """The rows of a batch keep different numbers of entries, and grow while they sample."""
+    budget = {"tokens": [8, 40, 80], "entries": [BUDGET - 8, BUDGET, BUDGET + 8]}
+    policy = policy_of(policy_name, budget=budget, window=4, period=period)
+    prompts, trained = prompts_of(model_name, LENGTHS), model_name in TRAINED
+    check_cell(model_of(model_name), policy, prompts, 1e-3 if trained else 1e-5, tally)
 
 
 def test_kv_heads_evict_differently(model_of, policy_of, prompts_of):

@@ -35,6 +35,7 @@ PACKAGES = (
     "sparse_rl.recipe",
     "rollout",
     "rollout.context",
+    "trainer",
     "rewards",
 )
 ENTRY = re.compile(r"^(\w+(?:, \w+)*) : ", re.M)
@@ -109,6 +110,10 @@ def undocumented_fields(cls: type) -> list[str]:
     if not dataclasses.is_dataclass(cls):
         return []
     documented = {name for base in cls.__mro__ for name in entries(base)}
+    for base in filter(dataclasses.is_dataclass, cls.__mro__):  # a library documents its own fields
+        documented |= set() if ours(base.__module__) else {field.name for field in dataclasses.fields(base)}
+    for settings in getattr(cls, "configurations", ()):
+        documented |= {field.name for field in dataclasses.fields(settings)} - {*undocumented_fields(settings)}
     if issubclass(cls, Configuration):
         keys = own_fields(cls)
         documented |= flat_fields(cls).keys()

@@ -1,14 +1,20 @@
 """The constraints for CUDA machines agree with the requirements of vLLM for CUDA, with ours, and with each other.
 
-With a contradictory pin, `pip install -c requirements/cuda-constraints.txt` finds no solution.
+With a contradictory pin, `pip install -c requirements/cuda-constraints.txt` finds no solution. The container images and
+the wheel are installed as the README says.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
+import time
 import tomllib
 from collections.abc import Iterable, Iterator
 from importlib.metadata import distributions
@@ -128,22 +134,59 @@ def test_the_install_command_needs_no_package_index(monkeypatch, url, extra, com
     assert source.how_to_install(extra) == command
 
 
+def documented_commands() -> set[str]:
+    """Return the commands of the README, and `make TARGET` for each target of the Makefile."""
+    blocks = re.findall(r"^    (.*)$", (ROOT / "README.md").read_text(), re.M)
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    return {command.strip() for line in blocks for command in line.split("&&")} | {f"make {name}" for name in targets}
+
+
+@pytest.mark.parametrize(("image", "last"), [("Dockerfile", "make install"), ("Dockerfile.cuda", "pip install -c ")])
+def test_an_image_is_installed_by_documented_commands(image, last):
+    runs = re.findall(r"^RUN (.*)$", (ROOT / image).read_text().replace("\\\n", ""), re.M)
+    system, *installed = ([command.strip() for command in run.split("&&")] for run in runs)
+    assert system[0] == "apt-get update"
+    assert {command for run in installed for command in run} <= documented_commands()
+    assert installed[-1][-1].startswith(last)
+
+
+def test_an_image_has_all_packages():
+    include = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {f"!{pattern.removesuffix('*')}" for pattern in include} <= set((ROOT / ".dockerignore").read_text().split())
+
+
 @pytest.mark.slow
-def test_an_installed_wheel_works_without_the_sources(tmp_path):
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    sources = tmp_path / "sources"  # a copy, since building a wheel writes files among its sources
-    for package in ("sparse_rl", "rollout", "trainer", "rewards", "recipes"):
-        shutil.copytree(ROOT / package, sources / package)
-    for file in ("pyproject.toml", "README.md"):
+def test_a_built_wheel_runs_the_quickstart_without_the_sources(tmp_path):
+    """The quickstart is stopped once the shipped model is evaluated and RL-Sparse has logged a step."""
+    sources, venv, out = tmp_path / "sources", tmp_path / "venv", tmp_path / "elsewhere/runs/quickstart"
+    for package in ("sparse_rl", "rollout", "trainer", "rewards", "recipes"):  # building writes among the sources
+        shutil.copytree(ROOT / package, sources / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, sources)
-    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(sources)]
-    subprocess.run(wheel, check=True, cwd=tmp_path)
-    (built,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(built)], check=True)
-    process = subprocess.run(
-        [sys.executable, "-c", "import sparse_rl, sparse_rl.cli; print(sparse_rl.__file__); sparse_rl.cli.main()",
-         "train", "quickstart/grpo", "output_dir=run", "--dry-run"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith(str(tmp_path / "site"))
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", sources], check=True, cwd=tmp_path
+    )
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin/python", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # behind the wheel's own packages
+    out.parents[1].mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    command = [venv / "bin/sparse-rl", "quickstart"]
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(
+        command, cwd=out.parents[1], env=environment, stdout=log, stderr=log, start_new_session=True
+    ) as process:  # fmt: skip
+        try:
+            wanted = (out / "eval_before_rl/eval.json", out / "seed0/grpo/metrics.jsonl")
+            deadline = time.monotonic() + 900
+            while not all(path.is_file() and path.stat().st_size for path in wanted):
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    first = json.loads(wanted[0].read_text())["rows"][0]
+    assert (first["policy"], round(first["accuracy"], 2)) == ("streaming", 0.23)
+    assert json.loads(wanted[1].read_text().splitlines()[0])["replay/gap_max"] < 1e-5

@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sparse_rl.attention.interface import adopt
 from sparse_rl.data.synthetic import SYMBOLS
 from sparse_rl.methods.config import accepted_parameters
+from sparse_rl.methods.triattention.config import ATTACHED_AS
+from sparse_rl.methods.triattention.policy import measure_centres
 from sparse_rl.policies import make_policy
 
 STORIES = Path(__file__).parents[2] / "shared/models/stories260K"
@@ -109,6 +111,14 @@ def lend(name: str) -> Any:
 def model_of(name: str) -> Any:
     """Return the shared model of a family or a key of TRAINED, with our attention; tests must not change it."""
     return adopt(lend(name))
+
+
+@cache
+def centred(name: str) -> Any:
+    """Return the shared model of that name with centres of its queries, for the policy `triattention`."""
+    model, (text,) = model_of(name), prompts_of(name, (200,), seed=9)
+    setattr(model, ATTACHED_AS, measure_centres(model, text))
+    return model
 
 
 def policy_of(name: str, **parameters: Any) -> Any:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 import torch
 from torch.nn import Linear
 
 from sparse_rl.attention.config import ATTENTION_KERNELS
-from sparse_rl.config import default_of
+from sparse_rl.attention.startup import choose_kernel
+from sparse_rl.config import default_of, own_fields
 from sparse_rl.errors import UserError, listed, without_room
 from sparse_rl.experts import routed_experts
 from trainer.config import ALL_LINEAR, LaunchConfig, LoraConfig, TrainingConfig
 from trainer.memory import adapted_modules, lora_parameters
-from trainer.options import check_options
+from trainer.options import check_options, instead
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -67,10 +70,10 @@ def training_options(
     }
 
 
-def weights_dtype(dtype: str, launch: LaunchConfig, lora: LoraConfig | None) -> str:
+def weights_dtype(dtype: str, zero_stage: int, lora: bool) -> str:
     """Return the dtype in which the weights are kept: `dtype` with DeepSpeed or LoRA, else float32 (with autocast).
     AdamW then updates these weights directly, and bfloat16 would lose small updates."""
-    return dtype if launch.zero_stage or lora is not None else "float32"
+    return dtype if zero_stage or lora else "float32"
 
 
 def model_options(dtype: str) -> dict[str, Any]:
@@ -132,24 +135,83 @@ def _refuse_experts(adapter: Any, model: Any, key: str) -> None:
         raise UserError(f"{wrong}; name layers of the attention, such as q_proj", key)
 
 
+@dataclass_transform(field_specifiers=(dataclasses.field,))
+def with_settings(*configurations: type) -> Callable[[type[T]], type[T]]:
+    """Make a class of arguments a dataclass that also takes each setting of `configurations`, with its default."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        for configuration in configurations:
+            for f in dataclasses.fields(configuration):
+                default: Any = {"default": f.default, "default_factory": f.default_factory}
+                setattr(cls, f.name, dataclasses.field(**default))
+                cls.__annotations__[f.name] = own_fields(configuration)[f.name]
+        cls.configurations = configurations  # type: ignore[attr-defined]
+        return dataclass(cls)
+
+    return decorate
+
+
 @dataclass
 class ReplayedArguments:
     """Mixin for classes of training arguments of transformers and TRL: `class X(ReplayedArguments, TrainingArguments)`.
 
     kind : kind of recipe, which decides which options are refused (trainer/options.py)
+    library : the class of transformers or TRL that this class extends
+    attention_kernel : kernel that computes attention, as in a recipe; a trainer replaces "auto" by its choice
     match_gradient : "through" lets gradients flow into the fits of policy am; "constant" treats the fits as constants
     """
 
     kind: ClassVar[str]
-    attention_kernel: str = "gather"
+    library: ClassVar[Any]
+    attention_kernel: str = "auto"
     match_gradient: str = "through"
 
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """Return `given` as arguments of this class. An instance of `library` keeps its values; None is the defaults.
+
+        Raises UserError for an object of another class, and for an option that is refused.
+        """
+        if given is None or isinstance(given, cls):
+            return cls() if given is None else given
+        if type(given) is not cls.library:
+            wanted = f"{cls.__name__} (from trainer) or {cls.library.__name__}"
+            raise UserError(f"must be of class {wanted}, got {type(given).__name__}", "args")
+        values = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.init}
+        values.pop("generation_batch_size", None)  # TRL has computed it from steps_per_generation, or the reverse
+        with refusals():
+            unset = cls.library(**{name: values[name] for name in ("output_dir", "use_cpu", "bf16", "fp16")})
+        # An option that is refused is passed on only if it was set: the library itself changes some of them.
+        return cls(**{n: v for n, v in values.items() if v != getattr(unset, n) or not instead(n, cls.kind)})
+
+    def settings(self, configuration: type[T], **changed: Any) -> T:
+        """Return the settings of a class that `with_settings` has added to these arguments."""
+        return configuration(**{name: getattr(self, name) for name in own_fields(configuration)} | changed)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the computation."""
+        return "bfloat16" if cast(Any, self).bf16 else "float16" if cast(Any, self).fp16 else "float32"
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage of DeepSpeed; 0 means no DeepSpeed."""
+        plugin = cast(Any, self).deepspeed_plugin
+        return 0 if plugin is None else plugin.zero_stage
+
+    def settle_kernel(self, config: Any) -> None:
+        """Replace the attention kernel "auto" by the one to use for a model with this configuration."""
+        if self.attention_kernel == "auto":
+            self.attention_kernel = choose_kernel("auto", [config], self.dtype)[0]
+
     def __post_init__(self) -> None:
+        self.use_cpu = getattr(self, "use_cpu", False) or not torch.cuda.is_available()
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         defaults = {f.name: default_of(f) for f in dataclasses.fields(self)}
         check_options({name: value for name, value in given.items() if value != defaults[name]}, self.kind)
-        if self.attention_kernel not in ATTENTION_KERNELS:
-            raise UserError(f"must be one of {ATTENTION_KERNELS}, got {self.attention_kernel!r}", "attention_kernel")
+        if self.attention_kernel not in ("auto", *ATTENTION_KERNELS):
+            kernels = ", ".join(("auto", *ATTENTION_KERNELS))
+            raise UserError(f"must be one of {kernels}, got {self.attention_kernel!r}", "attention_kernel")
         with refusals():
             super().__post_init__()  # type: ignore[misc]  # calls TrainingArguments, the next class in the MRO
         args: Any = self

@@ -10,20 +10,21 @@ loss is a sum over all steps since the last log, and a NaN gradient makes the we
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object, patch_environment
+from accelerate.utils import broadcast_object_list, gather_object, patch_environment
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from trl.trainer.utils import create_model_from_path
@@ -35,25 +36,33 @@ from sparse_rl.methods.kvpop.scorers import NOT_DECAYED
 from sparse_rl.metrics import UNCHANGED
 from sparse_rl.models.directory import SCORERS, read_scorers, save_policy, write_scorers
 from sparse_rl.models.load import base_of, load_weights, read_model, writable
+from sparse_rl.models.weights import file_fingerprints
 from sparse_rl.policies.base import Policy
 from sparse_rl.progress import stage
 from trainer.arguments import refusals
 from trainer.checkpoint import (
+    MANIFEST,
     PARTIAL,
-    STATE_FILE,
+    checkpoint_to_resume,
     clear_partial,
     failure,
     file_digests,
     keep_last,
+    locked,
     newest_whole,
     publish,
+    read_manifest,
+    refuse_used,
     remove,
+    rows_fingerprint,
     set_aside_later,
     versions,
     write_manifest,
 )
 from trainer.config import ScorersConfig
 from trainer.losses import ScorerLoss
+from trainer.reshard import STATE_FILE, Layout, reshard, settle
+from trainer.sampler import SamplerSettings
 
 logger = logging.getLogger("sparse_rl")
 LOGGED = ("loss", "train_loss", "grad_norm")
@@ -135,11 +144,16 @@ class Resumable(Trainer):
     The model may carry the scorers of a learned policy, in the module list `cache_scorers`. A trainer with further
     state extends `extra_state` and `load_extra_state`.
 
-    recipe, inputs : for manifests: the recipe as plain data, and the fingerprints of its rows and files
+    recipe, inputs : for manifests: the recipe as plain data, and the fingerprints of its rows and files; without a
+        recipe, the arguments of the trainer take its place
+    sampler : settings of sampling; None if the training does not sample
+    policy : cache policy that is saved with the model, or None
     learned_policy, scorer_learning_rate, scorer_loss : policy of the scorers, their learning rate and their boundary
         loss; None if the model has no scorers, they are not trained, or the loss is not used
     """
 
+    sampler: SamplerSettings | None = None
+    policy: Policy | None = None
     learned_policy: Policy | None = None
     scorer_learning_rate: float | None = None
     scorer_loss: ScorerLoss | None = None
@@ -148,6 +162,7 @@ class Resumable(Trainer):
     _writing = False
     _ended = False
     _resumed: str | None = None  # the checkpoint that this run resumes
+    _copied: str | None = None  # its copy for this launch, until that is loaded
     _initial: list[int] | None = None  # sums of the initial weights; None if an older checkpoint lacks them
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -168,8 +183,8 @@ class Resumable(Trainer):
     # ---- scorers --------------------------------------------------------------------------------------------------
 
     def carry_scorers_of(self, policy: Policy, learn: ScorersConfig | None) -> None:
-        """Save the scorers with the model if the engine's policy has scorers; also train them if `learn` is given."""
-        self.learned_policy = policy if policy.layered_parameters else None
+        """Save the engine's policy, and its scorers if it has any, with the model; train them if `learn` is given."""
+        self.policy, self.learned_policy = policy, policy if policy.layered_parameters else None
         if learn is not None:
             self.scorer_learning_rate = learn.learning_rate
             self.scorer_loss = ScorerLoss(cast(KVpop, policy).config, learn.target, learn.boundary)
@@ -199,14 +214,14 @@ class Resumable(Trainer):
             return self.optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.learned_policy is None:
-            super()._save(output_dir, state_dict)
-            return
-        weights = dict(base_of(self.model).state_dict() if state_dict is None else state_dict)
+        weights, folder = {}, str(output_dir or self.args.output_dir)
+        if self.learned_policy is not None:
+            weights = dict(base_of(self.model).state_dict() if state_dict is None else state_dict)
         super()._save(output_dir, state_dict)  # removes the scorers from its state_dict
-        folder = str(output_dir or self.args.output_dir)
-        write_scorers(folder, weights)
-        save_policy(folder, self.learned_policy)
+        if self.learned_policy is not None:
+            write_scorers(folder, weights)
+        if self.policy is not None:
+            save_policy(folder, self.policy)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with stage("evaluating"):
@@ -323,17 +338,97 @@ class Resumable(Trainer):
         self.accelerator.wait_for_everyone()
         files = gather_object(list(file_digests(partial, slice(rank, None, ranks)).items()))
         if self.is_world_process_zero():
-            plugin = self.accelerator.state.deepspeed_plugin
-            launch = {"processes": ranks, "zero_stage": 0 if plugin is None else plugin.zero_stage}
-            about = {"recipe": self.recipe, "inputs": self.inputs, "versions": versions()}
-            write_manifest(partial, dict(files), step=self.state.global_step, **launch, **about)
+            about = {"recipe": self.recipe or self.own_settings(), "inputs": self.inputs, "versions": versions()}
+            write_manifest(partial, dict(files), step=self.state.global_step, **self._launch(), **about)
             publish(partial, run / partial.name)
             keep_last(run, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _launch(self) -> dict[str, int]:
+        plugin = self.accelerator.state.deepspeed_plugin
+        return {"processes": self.accelerator.num_processes, "zero_stage": 0 if plugin is None else plugin.zero_stage}
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Write no card: only the final model has one (trainer/export.py)."""
 
     # ---- resuming -------------------------------------------------------------------------------------------------
+
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings of a training without a recipe, as plain data: the arguments of the trainer."""
+        sampled = {} if self.sampler is None else self.sampler.described()
+        given: Any = {"kind": getattr(self.args, "kind", None), **self.args.to_dict(), **sampled}
+        return json.loads(json.dumps({**given, "launch": self._launch()}, default=str))
+
+    def own_inputs(self) -> dict[str, str]:
+        """Return the fingerprints of the rows and of the start model's files. Functions, as rewards, have none."""
+        rows = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        inputs = {f"rows of {name}": rows_fingerprint(part) for name, part in rows.items() if isinstance(part, Sized)}
+        if self.sampler is not None and self.sampler.place:
+            files = file_fingerprints(self.sampler.place, True)
+            inputs |= {f"model/{name}": value for name, value in files.items()}
+        return inputs
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, or continue from a checkpoint: a directory, or True for the newest complete one in output_dir.
+
+        Without a recipe, this checks what `sparse-rl train` checks: that no run in output_dir is overwritten or in use,
+        that the checkpoint is complete, and that arguments, rows and model are those of the run that it continues.
+        Raises UserError otherwise, on every process.
+        """
+        if self.recipe is not None:  # the command has checked the same
+            return self._train_from(resume_from_checkpoint, *args, **kwargs)
+        checkpoint: Any = None
+        wrong, run, first = "", str(self.args.output_dir), self.is_world_process_zero()
+        with locked(run) if first else nullcontext():
+            if first:
+                self.inputs = self.own_inputs()
+                try:
+                    if resume_from_checkpoint:
+                        which = "newest" if resume_from_checkpoint is True else str(resume_from_checkpoint)
+                        checkpoint = str(checkpoint_to_resume(which, self.own_settings(), self.inputs))
+                    else:
+                        refuse_used(run)
+                except UserError as error:
+                    wrong = str(error).replace("--resume", "resume_from_checkpoint")
+            checkpoint, wrong = broadcast_object_list([checkpoint, wrong])
+            if wrong:
+                raise UserError(wrong)
+            return self._train_from(checkpoint, *args, **kwargs)
+
+    def _train_from(self, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train, from a checkpoint if one is given. One of another launch is first converted (reshard.py)."""
+        if self.is_world_process_zero():
+            clear_partial(Path(self._get_output_dir(None)))
+        if isinstance(checkpoint, str) and (Path(checkpoint) / MANIFEST).is_file():
+            manifest, launch = read_manifest(Path(checkpoint)), self._launch()
+            earlier = manifest["recipe"]
+            if earlier and launch != {name: manifest[name] for name in launch}:
+                checkpoint = self._copied = self._for_this_launch(checkpoint, earlier)
+        return super().train(checkpoint, *args, **kwargs)
+
+    def _for_this_launch(self, checkpoint: str, earlier: Mapping[str, Any]) -> str:
+        """Return a copy of a checkpoint that was written under the recipe `earlier`; the first process makes it."""
+        place = Path(self._get_output_dir(None)) / PARTIAL / Path(checkpoint).name
+        if self.is_world_process_zero():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with reading(checkpoint):
+                    settings = self.recipe or self.own_settings()
+                    reshard(Path(checkpoint), place, Layout.of(earlier), Layout.of(settings))
+            except UserError:
+                remove(place)
+                raise
+        self.accelerator.wait_for_everyone()
+        if (plugin := self.accelerator.state.deepspeed_plugin) is not None:
+            plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
+        return str(place)
+
+    def _drop_copy(self) -> None:
+        """Remove the copy, when all of it is loaded."""
+        if self._copied is not None:
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                remove(Path(self._copied))
+            self._copied = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         target: Any = self.model if model is None else model
@@ -362,11 +457,16 @@ class Resumable(Trainer):
     def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
         self._resumed = checkpoint
         with reading(checkpoint):  # loads the optimizer, the scheduler, and all of DeepSpeed's state
-            return super()._prepare_for_training(max_steps, dataloader, checkpoint)
+            prepared = super()._prepare_for_training(max_steps, dataloader, checkpoint)
+            if self._copied is not None and (plugin := self.accelerator.state.deepspeed_plugin) is not None:
+                del plugin.deepspeed_config["checkpoint"]
+                settle(cast(Any, self).deepspeed.optimizer.optimizer, Path(self._copied))
+            return prepared
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with reading(checkpoint):
             super()._load_rng_state(checkpoint)
+        self._drop_copy()
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         places = super()._init_training_state(max_steps, *args)
@@ -378,6 +478,7 @@ class Resumable(Trainer):
         """Run an epoch, but none if the resumed run had already ended: transformers would take one more step."""
         if self._ended or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
+            self._drop_copy()
         else:
             super()._run_epoch(*args, **kwargs)
 
@@ -394,7 +495,6 @@ class Resumable(Trainer):
         else:
             self._initial = bit_sums(self._weights())
         if self.is_world_process_zero():
-            clear_partial(run)
             for path in set_aside_later(run, self.state.global_step) if checkpoint is not None else ():
                 logger.warning("a checkpoint after step %d was renamed to %s", self.state.global_step, path)
         problems = ((label, not_finite_weight(model.named_parameters())) for label, model in self.models().items())

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rollout.engine import Rollout
+from rollout.recorded import TOKENS, place_of
 from sparse_rl.attention.families import cache_shape, windows_of
 from sparse_rl.attention.interface import NO_MASK, KVView
 from sparse_rl.attention.views import make_view
@@ -29,6 +30,7 @@ class Example:
 
     completion : tokens that the student learns; empty if the student will sample them
     trace : eviction trace of prompt + completion; None before an engine has sampled or simulated the sequence
+    place : place of a recorded trace, which is read when it is used (`RecordedRollouts.trace`); None without a record
     context, first : number of the prompt's tokens up to the end of the context that an engine compacts, 0 without one,
         and of those before the context's text
     """
@@ -36,6 +38,7 @@ class Example:
     prompt: list[int]
     completion: list[int]
     trace: EvictionTrace | None = None
+    place: tuple[str, int, str] | None = None
     context: int = 0
     first: int = 0
 
@@ -69,8 +72,10 @@ def accepted(
     kept: list[int] = []
     for start in range(0, len(data), 256):
         part = data[start : start + 256]
-        columns = {name: values for name, values in part.items() if name not in ("prompt", "completion")}
-        ends = prompt_ends([prompt_ids(prompt, tokenizer, thinking) for prompt in part["prompt"]], tokenizer)
+        columns = {name: values for name, values in part.items() if name not in ("prompt", "completion", *TOKENS)}
+        recorded = part["prompt_ids"] if TOKENS.keys() <= part.keys() else None
+        ids = recorded or [prompt_ids(prompt, tokenizer, thinking) for prompt in part["prompt"]]
+        ends = prompt_ends(ids, tokenizer)
         scores = reward(prompts=part["prompt"], prompt_ends=ends, completions=part["completion"], **columns)
         kept += [start + i for i, score in enumerate(scores) if score is not None and score >= least]
     logger.warning("%s: %d of %d completions score >= %s", where, len(kept), len(data), least)
@@ -107,6 +112,28 @@ def completed_examples(
     if cut or len(kept) < len(examples):
         dropped, line = len(examples) - len(kept), "%s: %d of %d sequences are too long: %d are truncated, %d dropped"
         logger.warning(line, where, cut + dropped, len(examples), cut, dropped)
+    if not kept:
+        raise UserError("no sequence is left; change keep, max_completion_length or max_length", where)
+    return kept
+
+
+def recorded_examples(
+    rows: Any, *, max_length: int, max_completion_length: int, truncate: bool, where: str
+) -> list[Example]:
+    """Return the rows of `recorded_rows` as examples, and log the number of sequences that are dropped as too long.
+
+    truncate : True raises UserError if a sequence is too long, because a record cannot be cut
+    """
+    examples = []
+    for row in rows:
+        (sample,) = row["samples"]
+        examples.append(Example(row["prompt_ids"], sample["completion_ids"], place=place_of(sample)))
+    kept = [e for e in examples if e.length <= max_length and len(e.completion) <= max_completion_length]
+    if dropped := len(examples) - len(kept):
+        if truncate:
+            wrong = f"{dropped} of {len(examples)} recorded sequences are too long, and a record cannot be cut"
+            raise UserError(f"{wrong}; set drop, or raise max_completion_length and max_length", "overlong")
+        logger.warning("%s: %d of %d recorded sequences are too long and dropped", where, dropped, len(examples))
     if not kept:
         raise UserError("no sequence is left; change keep, max_completion_length or max_length", where)
     return kept

@@ -17,7 +17,7 @@ import platform
 import shutil
 import socket
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from errno import EACCES, EAGAIN, EDQUOT, ENOSPC
@@ -31,12 +31,12 @@ from sparse_rl.errors import NotWrittenError, UserError, without_room
 from sparse_rl.files import make_folder, read_json, usual_permissions
 from sparse_rl.models.directory import RUN_MODEL
 from trainer.launch import once
+from trainer.reshard import KEYS, STATE_FILE, Layout, rng_file
 
 logger = logging.getLogger("sparse_rl")
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 LOCK_FILE = "run.lock"
-STATE_FILE = "progress_{rank}.pt"  # our own state of each process
 PARTIAL = "_partial"  # uploads to the Hub skip names that begin with an underscore
 READERS = 4  # number of files that are hashed in parallel
 FULL = 16 * 2**20  # a failed write counts as a full disk if there is no room for this number of bytes
@@ -45,6 +45,19 @@ PACKAGES = ("sparse-rl", *NUMERIC[:5], "peft", "datasets", *NUMERIC[5:])
 PATHS = ("model", "teacher", "teacher_cache", "data.path", "validation.data.path", "chat_template_path")
 MOST_NAMED = 20  # differing keys that one error lists
 LOADED = (".pt", ".pth", ".bin", ".safetensors")  # files that a library may load merely because they exist
+MAY_CHANGE = (
+    *("output_dir", "run_name", "report_to", "logging_steps", "save_steps", "save_total_limit", "disable_tqdm"),
+    *("log_completions", "num_completions_to_print", "rollout.progress", "replay_guard.enabled"),
+    *("save_strategy", "resume_from_checkpoint", "local_rank", "push_to_hub"),  # in Python
+    *("launch.machines", "launch.machine_rank", "launch.main_process_ip", "launch.main_process_port"),
+)
+MAY_CHANGE_BUT_FOR_ROUNDING = (
+    *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
+    *("rollout.max_model_len", "rollout.sleep", "rollout.full_graphs", "rollout.exact", "attention_kernel"),
+    "validation.data.max_prompt_tokens",  # older checkpoints may have none; the rows are compared by fingerprint
+)
+LENGTH = ("max_steps", "num_train_epochs")  # may also change if the learning rate does not depend on these keys
+ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
 def file_digests(folder: Path, share: slice = slice(None)) -> dict[str, dict[str, Any]]:
@@ -191,7 +204,7 @@ def _parts(manifest: Mapping[str, Any]) -> Iterator[str]:
     ranks = manifest["processes"]
     yield from ("trainer_state.json", *(() if manifest["zero_stage"] else ("optimizer.pt", "scheduler.pt")))
     for rank in range(ranks):
-        yield from (STATE_FILE.format(rank=rank), f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth")
+        yield from (STATE_FILE.format(rank=rank), rng_file(rank, ranks))
 
 
 def _problems(folder: Path, files: Mapping[str, Mapping[str, Any]], contents: bool) -> Iterator[str]:
@@ -234,25 +247,22 @@ def refuse_used(output_dir: str) -> None:
         raise UserError(f"{folder} holds the model of an earlier run; choose another output_dir", "output_dir")
 
 
-def checkpoint_of(
-    resume: str,
-    resolved: Mapping[str, Any],
-    inputs: Mapping[str, str] | None,
-    freely: Collection[str],
-    but_for_rounding: Collection[str],
-) -> Path:
+def checkpoint_to_resume(resume: str, resolved: Mapping[str, Any], inputs: Mapping[str, str] | None = None) -> Path:
     """Return the checkpoint that `--resume` selects.
 
     resume : a checkpoint's directory, or "newest" for the newest complete checkpoint in output_dir
-    resolved : the recipe of this run as plain data
+    resolved : the recipe of this run, or in Python all arguments of its trainer, as plain data
     inputs : name -> fingerprint of the rows and files that the recipe names; None means that they are not compared
-    freely, but_for_rounding : dotted keys whose change leaves the resumed run equal to an uninterrupted run, bit for
-        bit; and those whose change may give tensors other shapes, so that it is equal only up to rounding
 
     Every file is compared with the checkpoint's manifest. "newest" skips damaged checkpoints and logs their names.
     Raises UserError if there is no complete checkpoint, if the given directory is damaged, if the checkpoint's recipe
     differs in a key that may not change, if its inputs differ, or if output_dir holds a different run.
     """
+    changeable: tuple[str, ...] = MAY_CHANGE
+    if resolved["lr_scheduler_type"] in ENDLESS and not 0 < resolved["warmup_steps"] < 1:
+        changeable += LENGTH
+    if resolved.get("attention_kernel") == "auto":
+        changeable += ("attention_kernel",)  # not chosen yet: the training processes choose a kernel and check again
     output_dir = resolved["output_dir"]
     if resume == "newest":
         for folder in reversed(checkpoints(Path(output_dir))):
@@ -268,7 +278,7 @@ def checkpoint_of(
         folder = Path(resume)
         if why := _damage(folder):
             raise UserError(f"{folder} is not a complete checkpoint: {why}", "--resume")
-    _check_same(resolved, inputs, folder, freely, but_for_rounding)
+    _check_same(resolved, inputs, folder, changeable)
     if folder.resolve().parent != Path(output_dir).resolve():
         refuse_used(output_dir)  # the resumed run is in another folder, so output_dir must not hold a run
     return folder
@@ -283,7 +293,6 @@ def _check_same(
     inputs: Mapping[str, str] | None,
     folder: Path,
     may_change: Collection[str],
-    but_for_rounding: Collection[str],
 ) -> None:
     """Raise UserError, with the differences, if this run cannot continue the checkpoint in `folder` exactly."""
     manifest = read_manifest(folder)
@@ -304,7 +313,10 @@ def _check_same(
         freely |= {*PATHS}  # of which the fingerprints count
         current, recorded, keys = current | dict(inputs), recorded | prints, keys | inputs.keys() | prints.keys()
     differ = sorted(key for key in keys if current.get(key) != recorded.get(key) and key not in freely)
-    if bad := [key for key in differ if key not in but_for_rounding]:
+    bad = [key for key in differ if key not in MAY_CHANGE_BUT_FOR_ROUNDING]
+    if set(bad) <= {*KEYS} and manifest["recipe"] and Layout.of(resolved).follows(Layout.of(manifest["recipe"])):
+        bad = []
+    if bad:
         files = all(key in prints or key in (inputs or {}) or key.endswith(".sha256") for key in bad)
         what, mend = ("other rows or files", "Restore them") if files else ("another recipe", "Set the old values")
         bad = differ if files else bad  # a key that may change may have changed the rows
@@ -318,6 +330,19 @@ def _check_same(
     if changed := [name for name in NUMERIC if now.get(name) != then.get(name)]:
         named = ", ".join(f"{name} was {then.get(name)} and is {now.get(name)}" for name in changed)
         logger.warning("%s: the resumed run may differ in rounding", named)
+
+
+def rows_fingerprint(rows: Any) -> str:
+    """Return the number of rows of a dataset, or of a list, and a checksum of them."""
+    digest = hashlib.sha256()
+    if hasattr(rows, "with_format"):
+        tables = (table.to_pylist() for table in rows.with_format("arrow").iter(1000))
+        values: Iterable[Any] = (sorted(row.items()) for table in tables for row in table)
+    else:
+        values = rows
+    for value in values:
+        digest.update(repr(value).encode("utf-8", "surrogatepass"))
+    return f"{len(rows):,} rows, {digest.hexdigest()[:16]}"
 
 
 def _show(value: Any) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from rollout.config import RolloutConfig
+from rollout.context.config import PromptCacheConfig
 from sparse_rl.attention.config import AttentionKernel
 from sparse_rl.config import (
     AtLeastOne,
@@ -23,6 +25,7 @@ from sparse_rl.config import (
     at_most,
 )
 from sparse_rl.errors import UserError
+from sparse_rl.methods.config import FullConfig, KVpopPolicyConfig, LearnedConfig, PolicyConfig
 from sparse_rl.methods.kvpop.config import BoundaryConfig, TargetConfig
 
 Scheduler = Literal[
@@ -217,6 +220,58 @@ class ScorersConfig(Configuration):
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
 
 
+GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers with their own parameter groups
+
+
+def refuse_own_groups(optim: Any) -> None:
+    """Raise UserError for an optimizer that cannot use separate learning rates for model and scorers."""
+    if str(getattr(optim, "value", optim)).startswith(GROUPS_OF_THEIR_OWN):
+        raise UserError(
+            "groups parameters itself, but model and scorers need separate learning rates; use another optimizer",
+            "optim",
+        )
+
+
+def check_sampled(
+    cache: PolicyConfig,
+    rollout: RolloutConfig | None,
+    scorers: ScorersConfig | None,
+    *,
+    lora: bool,
+    optim: Any,
+    prompt_cache: PromptCacheConfig | None = None,
+) -> None:
+    """Raise UserError for a cache under which a training cannot sample, or not with these settings."""
+    if prompt_cache is not None:
+        if not isinstance(cache, FullConfig):
+            raise UserError("nothing is evicted after a context that prompt_cache compacts; set cache: full", "cache")
+        if rollout is not None and rollout.engine == "vllm":
+            wrong = "only hf compacts contexts with the weights that are trained; set rollout.engine: hf"
+            raise UserError(wrong, "rollout.engine")
+        try:
+            prompt_cache.check_trainable()
+        except UserError as error:
+            raise UserError(error.message, f"prompt_cache.{error.key}") from None
+    try:
+        cache.check_trainable()
+    except UserError as error:
+        raise UserError(error.message, f"cache.{error.key}") from None
+    if isinstance(cache, LearnedConfig) and lora:
+        raise UserError(f"does not work with cache.policy {cache.name}; remove lora", "lora")
+    if rollout is not None and rollout.tensor_parallel > 1:
+        wrong = "in training each process has an engine of its own; use launch.processes instead of tensor_parallel"
+        raise UserError(wrong, "rollout.tensor_parallel")
+    if scorers is None:
+        return
+    if not isinstance(cache, KVpopPolicyConfig):
+        raise UserError(
+            f"{cache.name} has no scorers to train; remove scorers, or set cache.policy to kvpop", "scorers"
+        )
+    if cache.scorer.name == "recency":
+        raise UserError("the scorer recency has no parameters, so there is nothing to learn; remove scorers", "scorers")
+    refuse_own_groups(optim)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(Configuration):
     """Settings of KL distillation under recorded evictions (G-KV appendix C).
@@ -250,6 +305,35 @@ class DistillConfig(Configuration):
         for key in ("keep", "refresh_every", "overlong"):
             if getattr(self, key) not in (None, 0, "truncate") and self.completions == "student":
                 raise UserError("applies only to the dataset's completions (completions: data); remove it", key)
+
+    def check(
+        self,
+        cache: PolicyConfig,
+        *,
+        scorers: bool,
+        save_steps: float,
+        cached_teacher: bool,
+        prompt_cache: PromptCacheConfig | None = None,
+    ) -> None:
+        """Raise UserError if these settings do not work with the other settings of a distillation.
+
+        scorers : True if the scorers of the cache are trained
+        save_steps : number of steps between checkpoints; 0 for none
+        cached_teacher : True if the teacher is a teacher cache
+        prompt_cache : settings for compacting contexts; None if none is compacted
+        """
+        if scorers and self.packing:
+            raise UserError("scorers read each sequence from its start; set packing: false", "packing")
+        if self.packing and not cache.packs:
+            raise UserError(f"sequences under {cache.name} cannot be packed; set packing: false", "packing")
+        if self.packing and prompt_cache is not None and prompt_cache.fits:
+            raise UserError("sequences after contexts with fitted entries cannot be packed; set false", "packing")
+        if self.completions == "student" and cached_teacher:
+            wrong = "covers only the dataset's completions, but the student samples new ones; remove teacher_cache"
+            raise UserError(wrong, "teacher_cache")
+        if self.refresh_every and save_steps % self.refresh_every:
+            why = "because resuming sends the checkpoint's weights to the engine"
+            raise UserError(f"must divide save_steps ({save_steps}), {why}", "refresh_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +419,8 @@ class SFTTrainingConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(Configuration):
-    """Settings of supervised fine-tuning with a full cache.
+    """Settings of supervised fine-tuning with a full cache. With `data.traces` the recipe instead becomes one of kind
+    distill with kl_weight 0 and ce_weight 1: of these settings it uses only `max_length`, and drops longer rows.
 
     With `packing: true`, TRL packs several documents into a row, and a token sees only its own document. With
     `packing_strategy: wrapped`, a token also sees the documents before its own in the row.
@@ -376,6 +461,17 @@ class GuardConfig(Configuration):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RejectionConfig(Configuration):
+    """Settings of the rejection of completions that the model with a full cache would hardly have written.
+
+    below : a completion has advantage 0 if p_trainer / p_sampler of one of its tokens is below this ratio. It still
+        counts in its group's baseline, and in the loss's mean
+    """
+
+    below: Annotated[Positive, Rule("below 1", lambda v: v < 1)] = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
 class SparseGRPOConfig(Configuration):
     """Settings of RL under a sparse cache. Fields that TRL has too have the same meaning as in TRL.
 
@@ -389,12 +485,13 @@ class SparseGRPOConfig(Configuration):
     num_iterations, steps_per_generation : passes over each generation, and the steps of a pass; None means
         gradient_accumulation_steps
     train_attention : `replay` applies the recorded evictions in training. `full` attends to all tokens, as the sampler
-        did not; it is meant for comparison
+        did not; it is meant for comparison, and with `rejection` for training a model with a full cache
     importance_correction : use of the importance ratio p_trainer / p_sampler in the loss: truncated or masked, per
         token or per sequence. With `none` the loss has no such ratio, and the old log-probs are the trainer's own
     importance_clip : value above which importance_correction truncates or masks the ratio
     zero_truncated_advantages : give advantage 0, and therefore no gradient, to outputs that reach max_completion_length
     uniform_groups : groups without reward variance have advantage 0; `drop` also excludes them from the loss's mean
+    rejection : null rejects nothing
     """
 
     num_generations: Annotated[int, Rule(">= 2", lambda v: v >= 2)] = 8
@@ -416,9 +513,12 @@ class SparseGRPOConfig(Configuration):
     zero_truncated_advantages: bool = True
     uniform_groups: Literal["keep", "drop"] = "keep"
     replay_guard: GuardConfig = field(default_factory=GuardConfig)
+    rejection: RejectionConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rejection and (self.train_attention, self.importance_correction) != ("full", "token_truncate"):
+            raise UserError("needs train_attention full and importance_correction token_truncate", "rejection")
         if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
             raise UserError("loss_type vespo needs token_truncate, token_mask or none", "importance_correction")
         if self.uniform_groups == "drop" and (self.beta or self.loss_type not in ("grpo", "sapo")):

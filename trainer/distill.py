@@ -13,34 +13,48 @@ which records the trace; or the student samples completions under eviction.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
+from rollout.config import RolloutConfig
+from rollout.context.config import PromptCacheConfig
+from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, SamplingConfig
+from rollout.recorded import TOKENS, RecordedRollouts
 from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
-from sparse_rl.models.load import base_of, head_of
-from trainer.arguments import ReplayedArguments, check_adapters
+from sparse_rl.errors import UserError
+from sparse_rl.models.directory import model_directory
+from sparse_rl.models.load import base_of, head_of, load_plain_model
+from trainer.arguments import ReplayedArguments, check_adapters, refusals, weights_dtype, with_settings
 from trainer.base import Resumable
-from trainer.batch import Batch, Example, trace_of
-from trainer.config import DistillationLossConfig, DistillConfig, ScorersConfig
+from trainer.batch import Batch, Example, completed_examples, prompt_examples, recorded_examples, trace_of
+from trainer.config import DistillationLossConfig, DistillConfig, ScorersConfig, TrainingConfig
 from trainer.losses import DistillationLoss, TopK
+from trainer.sampler import SamplerSettings
 from trainer.teacher import TeacherCache
-from trainer.weights import give_weights, live_weights, partitioned
+from trainer.weights import carry_scorers, give_weights, live_weights, partitioned
 
 
 @dataclass
 class TaughtArguments(ReplayedArguments, TrainingArguments):
-    loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+    library: ClassVar[Any] = TrainingArguments
+
+    @cached_property
+    def loss(self) -> DistillationLossConfig:
+        """The settings of the loss per token."""
+        return self.settings(DistillationLossConfig)
 
     def __post_init__(self) -> None:
         self.remove_unused_columns = False
@@ -48,7 +62,8 @@ class TaughtArguments(ReplayedArguments, TrainingArguments):
 
 
 class TaughtTrainer(Resumable):
-    """Trains a student, `model`, to match a teacher: a model with its vocabulary, or a teacher cache."""
+    """Trains a student, `model`, to match a teacher: a model with its vocabulary, or a teacher cache. Without a teacher
+    (None) only the cross-entropy is trained; kl_weight must then be 0."""
 
     args: TaughtArguments
     loss_is_scaled_for_ga = True  # our loss is already divided by the tokens of the whole update
@@ -57,19 +72,20 @@ class TaughtTrainer(Resumable):
     def __init__(
         self,
         model: PreTrainedModel,
-        teacher: PreTrainedModel | TeacherCache,
+        teacher: PreTrainedModel | TeacherCache | None,
         args: TaughtArguments,
         examples: Sequence[Example],
         validation: Sequence[Example] | None = None,
         **kwargs: Any,
     ) -> None:
         check_adapters(model)
+        args.settle_kernel(base_of(model).config)
         data = {"train_dataset": list(examples), "eval_dataset": None if validation is None else list(validation)}
         super().__init__(model=model, args=args, data_collator=list, **data, **kwargs)
         adopt(base_of(self.model))
         refuse_reentrant_checkpointing(cast(Any, self.model))
         self.teacher: Any = teacher
-        if not isinstance(teacher, TeacherCache):
+        if teacher is not None and not isinstance(teacher, TeacherCache):
             whole, ours = adopt(teacher).requires_grad_(False).eval(), self.accelerator
             self.teacher = prepare_deepspeed(whole, ours) if partitioned(ours) else whole.to(ours.device)
         self.loss = DistillationLoss(args.loss)
@@ -78,12 +94,14 @@ class TaughtTrainer(Resumable):
         self._weight = 1.0  # weight of a batch in the sums; 0 if a process only repeats a batch, as in `evaluate`
 
     def models(self) -> dict[str, Any]:
-        return super().models() | ({} if isinstance(self.teacher, TeacherCache) else {"the teacher": self.teacher})
+        no_model = self.teacher is None or isinstance(self.teacher, TeacherCache)
+        return super().models() | ({} if no_model else {"the teacher": self.teacher})
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """Return an update's micro-batches as lists of examples, and the count of all processes' completion tokens."""
+        """Return an update's micro-batches as lists of examples, and the number of completion tokens of all processes
+        as an int64 scalar."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return [], None
@@ -105,7 +123,10 @@ class TaughtTrainer(Resumable):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
-        """Return the loss, computed inside the forward of the DeepSpeed or DDP wrapper, as these wrappers require."""
+        """Return the loss, computed inside the forward of the DeepSpeed or DDP wrapper, as these wrappers require.
+
+        num_items_in_batch : completion tokens of the update, int64 []; None means those of `inputs`
+        """
         student = self.accelerator.unwrap_model(model)
         loss, *others = self._redirect(model, student, self._losses, student, inputs)
         sums = self.accelerator.gather(torch.stack(others)[None].detach() * self._weight).sum(0)
@@ -124,8 +145,10 @@ class TaughtTrainer(Resumable):
         return *sums, torch.tensor(float(len(batch.targets)), device=hidden.device)
 
     @torch.no_grad()
-    def _teacher_outputs(self, batch: Batch) -> Callable[[slice], Tensor | TopK]:
+    def _teacher_outputs(self, batch: Batch) -> Callable[[slice], Tensor | TopK] | None:
         """Return a function from a slice of the completion tokens to the teacher's logits, or to its top k as TopK."""
+        if self.teacher is None:
+            return None
         if isinstance(self.teacher, TeacherCache):
             return self.teacher.read(batch.examples, self.accelerator.device).__getitem__
         whole, config = cast(Any, self.accelerator.unwrap_model(self.teacher)), self.loss.config
@@ -146,6 +169,8 @@ class TaughtTrainer(Resumable):
         """Return the metrics since the last log."""
         sums = self._sums
         named = {"kl": "kl", "ce": "ce", "token_accuracy": "right"}
+        if self.teacher is None:
+            del named["kl"]
         means = {name: sums[key] / sums["tokens"] for name, key in named.items()}
         return {**means, "cache/retention": sums["retention"] / sums["sequences"]}
 
@@ -180,18 +205,75 @@ class TaughtTrainer(Resumable):
         self._sums.update(state["sums"])
 
 
-@dataclass
+@with_settings(TrainingConfig, DistillationLossConfig, DistillConfig)
 class DistillArguments(TaughtArguments):
+    """transformers' TrainingArguments with the further keys of a distillation recipe, and with a recipe's defaults.
+
+    It takes every option of TrainingArguments, and as keyword arguments of the same level the keys of `sparse-rl keys
+    distill` that set the loss and the completions (`temperature`, `top_k`, `completions`, `max_length`, ...).
+
+    bf16 : compute in bfloat16; None means true, unless fp16 is set
+    scorers : settings for training the scorers of a learned policy further; None leaves them unchanged
+
+    Raises UserError for an option that this project or transformers refuses.
+    """
+
     kind: ClassVar[str] = "distill"
-    distill: DistillConfig = field(default_factory=DistillConfig)
+    bf16: Any = None
     scorers: ScorersConfig | None = None
+
+    @cached_property
+    def distill(self) -> DistillConfig:
+        """The settings of the completions."""
+        return self.settings(DistillConfig)
+
+    def __post_init__(self) -> None:
+        self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
+        assert self.distill and self.loss  # checks the settings
+        super().__post_init__()
+
+
+def make_examples(
+    rows: Any,
+    tokenizer: Any,
+    thinking: bool | None,
+    config: DistillConfig,
+    longest: Iterable[int | None],
+    where: str,
+    contexts: bool = False,
+) -> list[Example]:
+    """Return the rows of a dataset as examples, without completions if the student samples them.
+
+    longest : further limits of the tokens in prompt and completion; None limits nothing
+    where : name of the dataset in messages
+    contexts : True if each prompt begins with the row's context, which an engine compacts
+    """
+    if config.completions == "student":
+        return prompt_examples(rows, tokenizer, thinking, contexts)
+    limits: dict[str, Any] = {
+        "max_length": min(length for length in (config.max_length, *longest) if length),
+        "max_completion_length": config.max_completion_length,
+        "truncate": config.overlong == "truncate",
+        "where": where,
+    }
+    if TOKENS.keys() <= {*getattr(rows, "column_names", ())}:
+        return recorded_examples(rows, **limits)
+    return completed_examples(rows, tokenizer, thinking, **limits, contexts=contexts)
 
 
 class DistillTrainer(TaughtTrainer):
-    """Distils a teacher into a model under the evictions that an engine records. It takes the parameters of
-    TaughtTrainer, and:
+    """Distils a teacher into a model under the evictions that an engine records.
 
-    sleep : True frees the engine's memory while the student is trained, if the engine supports this
+    model : the student: a directory, a hub name, or a module
+    args : a DistillArguments or TrainingArguments; None means the defaults
+    train_dataset, eval_dataset : rows with the columns prompt and completion (only prompt, if the student samples the
+        completions), or a list of `trainer.batch.Example`
+    teacher : directory, hub name, module, or teacher cache; None means the starting model itself
+    cache, prompt_cache, rollout, engine, max_prompt_tokens, thinking : as for SparseGRPOTrainer
+    about : prompts about contexts (ContextPrompts), which prompt_cache needs if train_dataset is a list of Examples
+    processing_class : tokenizer; None means that of the model
+    peft_config : LoRA adapters to train; None trains the whole model
+    kwargs : further parameters of transformers' Trainer, such as callbacks
     """
 
     args: DistillArguments
@@ -199,16 +281,80 @@ class DistillTrainer(TaughtTrainer):
     def __init__(
         self,
         model: Any,
-        teacher: Any,
-        engine: Engine,
-        args: DistillArguments,
-        *data: Any,
-        sleep: bool = False,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        teacher: Any = None,
+        cache: Any = None,
+        prompt_cache: PromptCacheConfig | Mapping[str, Any] | None = None,
+        about: ContextPrompts | None = None,
+        rollout: RolloutConfig | Mapping[str, Any] | None = None,
+        engine: Engine | RecordedRollouts | None = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        max_prompt_tokens: int | None = None,
+        thinking: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        self.engine = engine
-        super().__init__(model, teacher, args, *data, **kwargs)
-        self._sleeper = cast(Any, engine) if sleep and hasattr(engine, "sleep") else None
+        args, lora = DistillArguments.of(args), peft_config is not None or hasattr(model, "peft_config")
+        check_adapters(model, peft_config)
+        self.sampler = sampler = SamplerSettings.of(model, cache, rollout, engine, args, lora, prompt_cache)
+        policy, named = sampler.policy, isinstance(model, (str, Path))
+        cached = isinstance(teacher, TeacherCache)
+        args.distill.check(
+            policy.config,
+            scorers=args.scorers is not None,
+            save_steps=args.save_steps,
+            cached_teacher=cached,
+            prompt_cache=sampler.prompt_cache,
+        )
+        student: Any = model
+        if named:
+            student = load_plain_model(sampler.place, weights_dtype(args.dtype, args.zero_stage, lora))
+        config = base_of(student).config
+
+        def examples_of(rows: Any, where: str) -> list[Example] | None:
+            if rows is None or all(isinstance(row, Example) for row in rows):
+                return rows
+            if args.distill.keep is not None:
+                raise UserError("names a reward, which only a recipe can use; filter the rows instead", "keep")
+            nonlocal processing_class, about
+            processing_class = sampler.tokenizer() if processing_class is None else processing_class
+            longest = sampler.rollout.max_model_len, config.max_position_embeddings
+            if sampler.prompt_cache is not None and about is None:
+                about = ContextPrompts.of_row(rows[0], processing_class)
+            contexts = sampler.prompt_cache is not None
+            return make_examples(rows, processing_class, thinking, args.distill, longest, where, contexts)
+
+        data: Any = examples_of(train_dataset, "train_dataset"), examples_of(eval_dataset, "eval_dataset")
+        carry_scorers(student, policy, sampler.place)
+        own, taught = teacher is None, not isinstance(engine, RecordedRollouts) or args.loss.kl_weight > 0
+        if own and taught:
+            teacher = sampler.place if named else base_of(copy.deepcopy(model))
+        if isinstance(teacher, (str, Path)):
+            teacher = load_plain_model(model_directory(str(teacher)), args.dtype, "model" if own else "teacher")
+        if teacher is not None and not cached and teacher.config.vocab_size != config.vocab_size:
+            wrong = f"has a vocabulary of {teacher.config.vocab_size} tokens, but the student's has {config.vocab_size}"
+            raise UserError(wrong, "teacher")
+        if peft_config is not None:
+            from peft import get_peft_model
+
+            set_seed(args.seed)
+            with refusals():
+                student = get_peft_model(student, peft_config)
+        copied = sampler.place if named or args.distill.completions == "student" else model
+        if args.distill.completions == "student":
+            live = base_of(student)
+        elif own and not policy.layered_parameters and not args.distill.refresh_every and args.zero_stage < 3:
+            live = teacher  # it is the starting model and never changes, so it also serves as the sampled model
+        else:
+            live = sampler.place if named or engine is not None else base_of(copy.deepcopy(model))
+        lengths = max_prompt_tokens, args.distill.max_completion_length
+        self.engine = engine = sampler.open(live, copied, base_of(student), args, *lengths, about)
+        super().__init__(student, teacher, args, *data, processing_class=processing_class, **kwargs)
+        sleeps = sampler.rollout.sleep and hasattr(engine, "sleep")
+        self._sleeper = cast(Any, engine) if sleeps else None
         self.carry_scorers_of(engine.policy, args.scorers)
         if self.scorer_loss is not None:
             self.summed = (*self.summed, "boundary")
@@ -219,18 +365,20 @@ class DistillTrainer(TaughtTrainer):
         self._synced: int | None = None
 
     def _with_traces(self, examples: Sequence[Example]) -> list[Example]:
+        if isinstance(self.engine, RecordedRollouts):
+            return [replace(e, trace=self.engine.trace(cast(Any, e.place), e.length)) for e in examples]
         prompts, splits = [example.prompt for example in examples], [example.split for example in examples]
         with self.refused_at_this_step(), self._engine_weights() as engine:
             compacting: Any = engine if hasattr(engine, "prompt_cache") else None
             if self._sampling is None and compacting:
                 traces = compacting.traces(splits, [example.length for example in examples])
-                return [dataclasses.replace(e, trace=trace) for e, trace in zip(examples, traces, strict=True)]
+                return [replace(e, trace=trace) for e, trace in zip(examples, traces, strict=True)]
             if self._sampling is None:
                 completions = [example.completion for example in examples]
                 rollouts = engine.simulate(prompts, completions, self.args.loss.temperature)
             else:
                 seed = self.sampling_seed(self.state.global_step)
-                sampling = dataclasses.replace(self._sampling, seed=seed)
+                sampling = replace(self._sampling, seed=seed)
                 rollouts = compacting.continued(splits, sampling) if compacting else engine.generate(prompts, sampling)
         return [Example.from_rollout(rollout) for rollout in rollouts]
 

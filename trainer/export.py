@@ -15,11 +15,10 @@ from huggingface_hub.utils import httpx
 
 from sparse_rl.attention.families import family_only_hf
 from sparse_rl.errors import NotFiniteError, StoppedError, UserError
-from sparse_rl.methods.config import PolicyConfig
+from sparse_rl.models.centres import copy_centres
 from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.models.load import base_of, load_config, save_tokenizer
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.make import make_policy
 from sparse_rl.progress import stage
 from sparse_rl.source import how_to_install
 from trainer.base import not_finite_weight
@@ -29,18 +28,17 @@ logger = logging.getLogger("sparse_rl")
 MESSAGE = "A model trained by sparse-rl"  # of the commit on the Hub
 
 
-def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig | None) -> None:
+def export_model(trainer: Any, place: Path, *, lora: bool) -> None:
     """Write the final model and its card as a Hugging Face directory, and push it if `push_to_hub` is set.
 
     place : directory to write; it is always complete or absent
     lora : True merges the adapter into the model, and also writes the adapter to a directory beside `place`
-    cache : policy to save in the directory; None saves no policy here (the trainer may have saved one)
     """
     partial, first = place.parent / PARTIAL, trainer.is_world_process_zero()
     with stage("saving", "the final model"):
         trainer.stop_unless_finite()
         try:
-            _write_model(trainer, partial / place.name, lora, cache)
+            _write_model(trainer, partial / place.name, lora)
             if first:
                 if trainer.recipe is not None:
                     config = base_of(trainer.accelerator.unwrap_model(trainer.model)).config
@@ -72,7 +70,7 @@ def export_model(trainer: Any, place: Path, *, lora: bool, cache: PolicyConfig |
                 raise StoppedError(f"{place} is complete, but was not pushed to {name} ({line}); {mend}") from error
 
 
-def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | None) -> None:
+def _write_model(trainer: Any, folder: Path, lora: bool) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     _restore(base_of(model).config)
     if lora:
@@ -82,13 +80,15 @@ def _write_model(trainer: Any, folder: Path, lora: bool, cache: PolicyConfig | N
             if wrong := not_finite_weight(merged.named_parameters()):
                 raise NotFiniteError(f"after merging the adapter, {wrong}")
             merged.save_pretrained(folder)
+            if trainer.policy is not None:
+                save_policy(folder, trainer.policy)
     else:
         trainer.save_model(str(folder), _internal_call=True)
     if trainer.is_world_process_zero():
         save_tokenizer(trainer.processing_class, folder)
         model.generation_config.save_pretrained(folder)
-        if cache is not None:
-            save_policy(folder, make_policy(cache))
+        if trainer.policy is not None:
+            copy_centres(base_of(model).config._name_or_path, folder, trainer.policy)
 
 
 def _restore(config: Any) -> None:

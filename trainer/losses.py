@@ -84,7 +84,7 @@ class DistillationLoss:
         self,
         hidden: Tensor,
         head: Callable[[Tensor], Tensor],
-        teacher: Callable[[slice], Tensor | TopK],
+        teacher: Callable[[slice], Tensor | TopK] | None,
         targets: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the sums of the loss, of the divergence and of the cross-entropy over N completion tokens, and the
@@ -95,16 +95,18 @@ class DistillationLoss:
         hidden : the student's last hidden states at the positions that predict `targets`, [N, hidden size]
         head : function from hidden states [positions, hidden size] to logits [positions, vocabulary]
         teacher : function from a slice of the N positions to the teacher's logits [positions, vocabulary], or to its
-            most probable tokens at the temperature of the configuration
+            most probable tokens at the temperature of the configuration; None counts the divergence as 0
         targets : completion tokens, int64 [N]
         """
         config = self.config
 
         def sums(part: slice, hidden: Tensor) -> Tensor:
             logits = head(hidden).float()
-            with torch.no_grad():
-                reference = teacher(part)
-            kl = self.per_token(logits, reference).sum()
+            kl = logits.new_zeros(())
+            if teacher is not None:
+                with torch.no_grad():
+                    reference = teacher(part)
+                kl = self.per_token(logits, reference).sum()
             with torch.set_grad_enabled(torch.is_grad_enabled() and config.ce_weight > 0):
                 ce = F.cross_entropy(logits, targets[part], reduction="sum")
             loss = config.kl_weight * config.temperature**2 * kl + config.ce_weight * ce

@@ -14,10 +14,10 @@ _EXACT = "a resumed run would not be exact with it; remove it"
 _FUSED = "its fused forward pass ignores the eviction trace; remove it"
 
 ANY: dict[str, str] = {  # in any training
-    "use_vllm": "use the key rollout.engine (in Python: make_engine)",
+    "use_vllm": "use the key rollout.engine (in Python: the argument rollout)",
     **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching"), _SAMPLES),
     **dict.fromkeys(("transformers_continuous_batching_config", "generation_kwargs", "repetition_penalty"), _SAMPLES),
-    "cache_implementation": "use the cache block (in Python: the policy of the engine)",
+    "cache_implementation": "use the cache block (in Python: the argument cache)",
     "max_tool_calling_iterations": "tools are not supported; remove it",
     "chat_template_kwargs": "use the key data.thinking (in Python: the argument thinking)",
     "cast_lm_head_to_fp32": "the engine computes the head in the model's dtype, and both must agree; remove it",
@@ -62,7 +62,7 @@ REFUSED: dict[str, dict[str, str]] = {"grpo": GRPO, "distill": TAUGHT, "kvpop": 
 
 PREFIXES: dict[str, str] = {
     "vllm_importance_sampling": "use importance_correction and importance_clip",
-    "vllm_": "use the rollout block (in Python: make_engine)",
+    "vllm_": "use the rollout block (in Python: the argument rollout)",
     "fsdp": "use launch.zero_stage; only DeepSpeed shards here",
 }
 

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -40,16 +39,20 @@ from sparse_rl.methods.kvpop.dms import DMS, GatedView
 from sparse_rl.methods.kvpop.policy import KVpop, LearnedPolicy
 from sparse_rl.models.directory import SCORERS, attach_scorers
 from sparse_rl.models.load import base_of
+from trainer.arguments import with_settings
 from trainer.batch import Batch, Example
-from trainer.config import KVpopConfig
+from trainer.config import KVpopConfig, KVpopLossConfig
 from trainer.distill import TaughtArguments, TaughtTrainer
 from trainer.losses import ScorerLoss
 
 
-@dataclass
+@with_settings(KVpopLossConfig, KVpopConfig)
 class KVpopArguments(TaughtArguments):
     kind: ClassVar[str] = "kvpop"
-    kvpop: KVpopConfig = field(default_factory=KVpopConfig)
+
+    @cached_property
+    def kvpop(self) -> KVpopConfig:
+        return self.settings(KVpopConfig)
 
 
 class KVpopTrainer(TaughtTrainer):

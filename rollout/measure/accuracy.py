@@ -26,6 +26,7 @@ from rollout.context.config import PromptCacheConfig
 from rollout.engine import Engine, Rollout
 from rollout.measure.journal import Journal, Line, Point, settings_of
 from rollout.sampling import NotFiniteLogprobError
+from sparse_rl.methods.config import budget_words
 from sparse_rl.policies.base import Policy
 from sparse_rl.progress import Stage
 
@@ -65,17 +66,21 @@ def sample_in_parts(
 
 
 def label(policy: Policy) -> str:
-    return " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
+    """Return a policy's name and, if it has one, its budget."""
+    return " ".join(filter(None, (policy.name, budget_words(policy.parameters().get("budget")))))
 
 
 def totals(lines: Sequence[Line], tokens: int) -> dict[str, Any]:
     """Return the fields of a row that are computed alike from all lines, whose rollouts have `tokens` tokens in all."""
     seconds = sum(line["seconds"] for line in lines)
+    means: list[Any] = [line.get("mean_entries") for line in lines]
     return {
         "retention": sum(line["retention"] for line in lines) / len(lines),
         "peak_entries": max(line["peak_entries"] for line in lines),
         "read_entries": max(line["read_entries"] for line in lines),
         "mean_peak_entries": sum(line["mean_peak_entries"] for line in lines) / len(lines),
+        # a journal of an earlier version has no `mean_entries`
+        "mean_entries": None if None in means else mean(means),
         **{"tokens": tokens, "tokens_per_second": tokens / max(seconds, 1e-9), "seconds": seconds},
     }
 
@@ -115,11 +120,13 @@ def entry_counts(rollout: Rollout, policy: Policy | None) -> dict[str, float]:
         that continues a compacted context, whose counts all come from the trace
     """
     prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
-    peaks = rollout.trace.policy_part().peak_counts(prompt)
+    counts = rollout.trace.policy_part().decoding_counts(prompt)
+    peaks = counts.amax(-1)
     peak = read = int(peaks.max())
     if policy is not None and not policy.schedule.counts_vary:
         peak, read = policy.schedule.most_decoding(prompt, fed), policy.most_read(prompt, fed)
-    return {"peak_entries": peak, "read_entries": read, "mean_peak_entries": float(peaks.float().mean())}
+    means = {"mean_peak_entries": float(peaks.float().mean()), "mean_entries": float(counts.double().mean())}
+    return {"peak_entries": peak, "read_entries": read, **means}
 
 
 Score = Callable[[Sequence[int], Sequence[str], Sequence[Rollout]], list[float | None]]
@@ -186,6 +193,7 @@ class EvalRow:
     longest_prompt : number of tokens in the longest prompt, which is prefilled
     read_entries : maximum number of entries of a kv head that a query read in decoding
     mean_peak_entries : peak of each kv head, averaged over heads, layers and completions
+    mean_entries : entries of a kv head when a decoding query attends, mean over queries, heads, layers and completions
     seconds : time that the engine took, added up over the processes that took part
     contexts : costs of the compacted contexts; None if the task was evaluated without them
     log_perplexity : mean negative log-likelihood per token, in nats at temperature 1, of the full cache's answers after
@@ -218,6 +226,7 @@ class EvalRow:
     tokens: int
     tokens_per_second: float
     seconds: float
+    mean_entries: float | None = None
     contexts: ContextCosts | None = None
     log_perplexity: float | None = None
     log_perplexity_error: float | None = None

@@ -34,6 +34,7 @@ class PerplexityRow:
     peak_entries : maximum number of entries that a kv head held in decoding
     read_entries : maximum number of entries of a kv head that a query read in decoding
     mean_peak_entries : peak of each kv head, averaged over heads, layers and pieces
+    mean_entries : entries of a kv head when a decoding query attends, mean over queries, heads, layers and pieces
     tokens : number of tokens after the prompts
     seconds : time in the engine, including prefill
     """
@@ -54,6 +55,7 @@ class PerplexityRow:
     tokens: int
     tokens_per_second: float
     seconds: float
+    mean_entries: float | None = None
 
 
 class TextPoint(Point):

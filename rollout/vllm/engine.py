@@ -37,7 +37,8 @@ from sparse_rl.attention.families import EXPERTS, cache_shape, windows_of
 from sparse_rl.clock import Clock
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.methods.kvpop.policy import LearnedPolicy
-from sparse_rl.models.directory import attach_scorers, check_scorers
+from sparse_rl.models.centres import check_parameters
+from sparse_rl.models.directory import attach_scorers
 from sparse_rl.models.load import load_config, load_generation_config
 from sparse_rl.models.weights import UNKNOWN, identify, stored_shapes
 from sparse_rl.policies.base import Policy
@@ -105,7 +106,7 @@ class VLLMEngine:
         self.can_sleep = sleep_mode and not arguments.on_cpu()
         arguments.refuse_engine(policy, config, OTHERWISE)
         stored_shapes(model)
-        check_scorers(model, policy)
+        check_parameters(model, policy)
         layers, kv_heads, _ = cache_shape(config)
         if kv_heads % tensor_parallel:
             raise UserError(f"tensor_parallel {tensor_parallel} does not divide the model's {kv_heads} kv heads")

@@ -1,6 +1,7 @@
 """The scheduler's side of eviction: a sequence owns only the blocks that its entries need; freed blocks return to vLLM.
 
-After its first compaction, a sequence needs at most `schedule.peak` slots. One that continues a compacted context has a
+After its first compaction, a sequence needs at most `schedule.peak` slots. If the budget grows, it gets blocks as it
+grows, but room up to the peak stays reserved for it. One that continues a compacted context has a
 slot for each entry of the context, and one for each token of its own.
 """
 
@@ -112,10 +113,16 @@ class EvictingManager(BoundedManager):
         # Computed at admission, because vLLM asks for each running request in each step:
         self.claims: dict[str, int] = {}  # request id -> maximum number of blocks that it will need
         self.firsts: dict[str, int] = {}  # request id -> number of tokens at its first compaction, until that has run
+        self.prompts: dict[str, int] = {}  # request id -> number of tokens that are prefilled
 
     def claim(self, prompt: int) -> int:
         """Return the maximum number of blocks that a sequence of any length needs, if `prompt` tokens are prefilled."""
         return self.blocks_of(self.schedule.most_held(prompt, self.longest))
+
+    def needed(self, request_id: str, tokens: int) -> int:
+        """Return the number of slots that a request needs while its last of `tokens` tokens is computed."""
+        prompt, most = self.prompts[request_id], self.claims[request_id] * self.block_size
+        return min(tokens if tokens <= prompt else self.schedule.most_decoding(prompt, tokens), most)
 
     def get_num_blocks_to_allocate(
         self,
@@ -130,6 +137,7 @@ class EvictingManager(BoundedManager):
             # At admission `num_tokens` counts all tokens to prefill, after a preemption also sampled ones. Blocks that
             # running sequences may still need stay reserved, so that no sequence is ever preempted.
             self.claims[request_id], self.firsts[request_id] = self.claim(num_tokens), self.schedule.first(num_tokens)
+            self.prompts[request_id] = num_tokens
             if request_id in HOLDING:
                 self.claims[request_id] = self.blocks_of(num_tokens)
                 del self.firsts[request_id]
@@ -139,7 +147,7 @@ class EvictingManager(BoundedManager):
                     return most
             others = ((r, blocks) for r, blocks in self.req_to_blocks.items() if r != request_id and blocks)
             return self.claims[request_id] + sum(self.claims[r] - len(blocks) for r, blocks in others)
-        need = min(self.blocks_of(num_tokens), self.claims[request_id])
+        need = self.blocks_of(self.needed(request_id, num_tokens))
         return max(0, need - len(self.req_to_blocks.get(request_id, ())))
 
     def allocate_external_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
@@ -147,13 +155,12 @@ class EvictingManager(BoundedManager):
         super().allocate_external_computed_blocks(*args, **{**kwargs, "record_for_zeroing": False})
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        slots = min(num_tokens, self.claims[request_id] * self.block_size)
-        return super().allocate_new_blocks(request_id, slots, num_tokens_main_model)
+        return super().allocate_new_blocks(request_id, self.needed(request_id, num_tokens), num_tokens_main_model)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the blocks that a request no longer needs once its first compaction has run."""
+        """Free the blocks that a request will not need again once its first compaction has run."""
         if processed_computed_tokens < self.firsts.get(request_id, NEVER):
             return
         del self.firsts[request_id]
@@ -164,8 +171,8 @@ class EvictingManager(BoundedManager):
             self.block_pool.free_blocks(reversed(tail))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        self.claims.pop(request_id, None)
-        self.firsts.pop(request_id, None)
+        for numbers in (self.claims, self.firsts, self.prompts):
+            numbers.pop(request_id, None)
         HOLDING.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 

@@ -36,7 +36,8 @@ from sparse_rl.config import Source, build
 from sparse_rl.data.tokens import Prompt, prompt_ids, split_prompt, with_context
 from sparse_rl.errors import UserError, unread
 from sparse_rl.files import read_text
-from sparse_rl.models.directory import check_scorers, saved_policy
+from sparse_rl.models.centres import check_parameters
+from sparse_rl.models.directory import saved_policy
 from sparse_rl.models.load import load_config, load_tokenizer, misread_tokenizer
 from sparse_rl.models.weights import stored_shapes
 from sparse_rl.policies.base import Policy
@@ -78,7 +79,7 @@ def serve(model: str, cache: Mapping[str, Any], prompt_cache: Mapping[str, Any],
     policy, source = choose_policy(model, cache)
     compaction = _choose_compaction(options.context, prompt_cache, policy)
     config = load_config(model)
-    check_scorers(model, policy)
+    check_parameters(model, policy)
     flags = {word.partition("=")[0] for word in options.further}
     tokenizer = _check_files(model, config, flags)
     _set_environment(options.verbose)

@@ -24,6 +24,8 @@ from rollout.vllm.memory import most_holders
 from rollout.vllm.sampling import RunRecord
 from sparse_rl.clock import part
 from sparse_rl.errors import UserError
+from sparse_rl.methods.triattention.policy import TriAttention
+from sparse_rl.models.centres import read_centres
 from sparse_rl.policies.base import Entries, Policy, slots_of
 
 # Maximum key elements per call for several layers. On a CPU, this number of elements fits into a core's cache.
@@ -156,7 +158,7 @@ class Group:
 
     blocks : int64 [R, N / block size], blocks of each request; paged.NOBODYS after the blocks with entries
     lengths, seen : int64 [R], number of entries that each request holds, and number of tokens that it has seen
-    left : number of entries that a compaction leaves in each kv head; policies that leave different numbers are refused
+    left : number of entries that a compaction leaves in each kv head
     rows : int64 [R], rows of the query buffer; None until the group is assigned to layers (`CacheState._in`)
     """
 
@@ -244,6 +246,10 @@ class CacheState:
         blocks, heads, self.block_size, dim = self.caches[0][0].shape
         self.device, self.scaling = self.caches[0][0].device, layer.impl.scale
         self.heads = torch.arange(heads, device=self.device)
+        if isinstance(self.policy, TriAttention):
+            group, own = layer.num_heads // heads, paged.own_heads(heads)
+            centres = read_centres(vllm_config.model_config.model)
+            self.policy = self.policy.with_centres(centres.of_heads(slice(group * own.start, group * own.stop)))
         rows = vllm_config.scheduler_config.max_num_seqs
         rows += most_holders(self.policy, rows)
         window = self.policy.last_queries or int(self.policy.every_query)
@@ -455,11 +461,16 @@ class CacheState:
         return self.failed[self.row[self.plan.first[:count]]]
 
     def compact(self, due: Sequence[Due]) -> None:
-        """Compact requests: first those in decoding, then those at the end of their prefill."""
+        """Compact requests: first those in decoding, then those at the end of a longer prefill; together those that are
+        left the same number of entries.
+        """
         self.prompts.update((d.block, 0) for d in due)
         peak = self.policy.schedule.peak
         _, heads, _, dim = self.slab.keys.shape
-        for group in ([d for d in due if d.held == peak], [d for d in due if d.held != peak]):
+        groups: dict[tuple[bool, int], list[Due]] = {}
+        for d in due:
+            groups.setdefault((peak is not None and d.held > peak, d.left), []).append(d)
+        for _, group in sorted(groups.items()):
             while group:
                 count = max(1, MOST // (heads * dim * max(d.held for d in group)))
                 with part("compaction"):
@@ -486,6 +497,7 @@ class CacheState:
         """Yield (some layers, the group assigned to them)."""
         count, (_, heads, size, dim) = len(self.caches), self.slab.keys.shape
         most = max(1, AT_ONCE[self.device.type] // (group.blocks.numel() * heads * size * dim))
+        most = 1 if self.policy.scores_by_layer else most
         for start in range(0, count, most):
             layers = range(start, min(start + most, count))
             yield layers, self._in(layers, group)
@@ -570,7 +582,8 @@ class CacheState:
             scaling=self.scaling,
             state={name: paged.read_blocks(state, group.blocks) for name, state in slab.state.items()},
             left=[group.left] * len(group.lengths),
-            older=group.left
-            * (self.policy.last_queries <= self.policy.schedule.period),  # a newer slot has a newer token
+            # a slot after those that the last compaction left, at least `left` - period, has a newer token
+            older=max(0, group.left - self.policy.last_queries)
+            * (self.policy.last_queries <= self.policy.schedule.period),
             mean_over_ranks=paged.mean_over_ranks,
         )

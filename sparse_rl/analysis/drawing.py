@@ -1,4 +1,4 @@
-"""Style of all pictures: one colour per method, names beside the lines. No display is needed."""
+"""Style of all pictures: one colour per method, texts that can be read on a phone. No display is needed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 
 from sparse_rl.errors import UserError, one_line
+from sparse_rl.methods.config import budget_words
 
 # The colour of each method in all pictures. The first colours are from Okabe and Ito's palette for the colour-blind.
 COLOURS = {
@@ -32,6 +33,7 @@ COLOURS = {
     "clustered": "#1F4E2E",
     "layered": "#56B4E9",
     "press": "#B58900",
+    "triattention": "#2F4F9E",
     "full": "#000000",
     # other ways to compact a context once
     "evict": "#E03C31",
@@ -44,21 +46,21 @@ COLOURS = {
 SHADES = (0.0, 0.45, -0.4, 0.25, -0.2)  # weights for `shade`, one for each line of a method
 MARKERS = "os^Dv"  # one for each line of a method
 GREY = "#999999"  # for elements that are not methods, such as edges and single layers
-NAME_WIDTH = 34  # maximum number of characters in a row of a line's wrapped name
-TITLE_WIDTH = 66
+NAME_WIDTH = 50  # maximum number of characters in a row of a line's wrapped name
+TITLE_WIDTH = 50
 MOST_TICKS = 16  # maximum number of labelled rows of a map
 STYLE: Any = {
-    "figure.figsize": (7.2, 4.2),
-    "figure.dpi": 150,
-    "font.size": 11,
+    "figure.figsize": (4.8, 3.4),
+    "figure.dpi": 240,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.titlelocation": "left",
-    "axes.titlesize": 12,
+    "axes.titlesize": 10.5,
     "grid.color": "#e6e6e6",
-    "lines.linewidth": 2.0,
+    "lines.linewidth": 1.8,
 }
 
 
@@ -93,8 +95,8 @@ def policy_words(fingerprint: Mapping[str, str]) -> tuple[str | None, str]:
     settings = policy_settings(fingerprint)
     if "policy" not in settings:
         return None, "unnamed policy"
-    name, budget = str(settings["policy"]), settings.get("budget")
-    return name, one_line(name, 40) + (f", budget {budget}" if type(budget) is int else "")
+    name, budget = str(settings["policy"]), budget_words(settings.get("budget"))
+    return name, one_line(name, 40) + (f", budget {one_line(budget, 40)}" if budget else "")
 
 
 def subject(fingerprint: Mapping[str, str]) -> str:
@@ -135,12 +137,14 @@ def layer_ticks(axis: Any, layers: Sequence[int], most: int = MOST_TICKS) -> Non
 
 
 def name_lines(axes: Any) -> None:
-    """Write the names of the lines beside the axes, in the lines' colours, the line with the largest value on top."""
-    axes.figure.set_figwidth(max(axes.figure.get_figwidth(), 9.6))
+    """Write the names of the lines below the axes, in the lines' colours, the line with the largest value first."""
     lines = sorted(axes.get_legend_handles_labels()[0], key=lambda line: -max(line.get_ydata()))
     names = [textwrap.fill(line.get_label(), NAME_WIDTH) for line in lines]
-    style: Any = {"bbox_to_anchor": (1.01, 1.02), "frameon": False, "labelcolor": "linecolor", "fontsize": 8}
-    axes.legend(lines, names, loc="upper left", **style)
+    columns = 2 if len(names) > 1 and max(map(len, names)) < NAME_WIDTH // 2 else 1
+    style: Any = {"ncols": columns, "frameon": False, "labelcolor": "linecolor", "fontsize": 9}
+    axes.figure.legend(lines, names, loc="outside lower left", **style)
+    rows = sum(name.count("\n") + 1 for name in names) / columns
+    axes.figure.set_figheight(axes.figure.get_figheight() + 0.18 * rows)
 
 
 def save_figure(figure: Any, out: str | Path) -> Path:

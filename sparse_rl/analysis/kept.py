@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import torch
+from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.patches import Patch
@@ -18,11 +19,11 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from sparse_rl.analysis.drawing import (
-    MOST_TICKS,
     layer_ticks,
     method_colours,
     name_lines,
     new_figure,
+    new_grid,
     policy_settings,
     policy_words,
     save_figure,
@@ -127,8 +128,7 @@ def draw_evict_ratios(numbers: Mapping[str, Any], out: Path) -> None:
 LAST_TOKENS = 112  # tokens, as in the paper
 MOST_NAMED = 160  # tokens whose texts fit below the map
 TICK_LENGTH = 14  # characters of a token that are shown
-CELL = 0.115  # width of a column in inches
-FEW = 36  # columns, which have space for larger texts
+WRAPPED = 28  # columns of a map; further tokens are in the next map below
 
 
 def evictable(trace: EvictionTrace, fingerprint: Mapping[str, str]) -> tuple[int, int]:
@@ -176,31 +176,39 @@ def kept_heads(
 
 
 def draw_kept_heads(numbers: Mapping[str, Any], out: Path) -> None:
-    """Draw the map: a row for each layer, the first on top, and a column for each token."""
+    """Draw maps below each other, as a text runs on: a row for each layer, and a column for each token."""
     layers, tokens, heads = numbers["layers"], numbers["tokens"], numbers["kv_heads"]
-    first, end = numbers["first"], numbers["first"] + len(tokens)
-    texts = [cut(visible(token), TICK_LENGTH) for token in tokens] if len(tokens) <= MOST_NAMED else []
+    first, named = numbers["first"], len(tokens) <= MOST_NAMED
+    across = min(WRAPPED if named else len(tokens), len(tokens))
+    starts = range(0, len(tokens), across)
     title = f"{numbers['subject']}: kv heads that hold a token at the end"
-    title += f"\nline {numbers['line']}: {len(tokens):,} evictable tokens, positions {first:,} to {end - 1:,}"
-    figure, axes = new_figure(title)
-    rows = min(max(0.15 * len(layers), 1.2), 9.0)
-    points = 9.0 if len(texts) <= FEW else 6.5
-    labels = points / 115 * max(map(len, texts), default=2) + 0.1  # inches
-    figure.set_size_inches(max(7.2, 1.9 + CELL * min(len(tokens), MOST_NAMED)), 1.4 + rows + labels)
-    edges = (first - 0.5, end - 0.5, len(layers) - 0.5, -0.5)
-    style: Any = {"cmap": "viridis_r", "vmin": 0, "vmax": heads, "aspect": "auto"}
-    mesh = axes.imshow(numbers["counts"], extent=edges, **style)
-    figure.colorbar(mesh, label=f"kv heads, of {heads}", ticks=MaxNLocator(8, integer=True), pad=0.01, aspect=15)
-    axes.grid(visible=False)
-    layer_ticks(axes.yaxis, layers, 2 * MOST_TICKS)
-    axes.tick_params(axis="y", labelsize=8)
-    if texts:
-        style = {"rotation": 90, "fontsize": points, "family": FONT, "parse_math": False}
-        axes.set_xticks(range(first, end), texts, **style)
-        axes.tick_params(axis="x", length=1.5, pad=1)
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="token" if texts else "position in the sequence (tokens)", ylabel="layer")
+    title += f"\nline {numbers['line']}: {len(tokens):,} evictable tokens, positions {first:,} to "
+    title += f"{first + len(tokens) - 1:,}"
+    longest = max(len(cut(visible(token), TICK_LENGTH)) for token in tokens)
+    turned, high = 90 if longest > 1 else 0, min(max(0.16 * len(layers), 0.6), 2.6) + 0.085 * longest
+    figure, panels = new_grid(title, 1, rows=len(starts), cell=(4.8, high + 0.25))
+    figure.set_figheight(figure.get_figheight() + 1.4)  # the title and the colours
+    style: Any = {"cmap": colormaps["Blues"].resampled(heads + 1), "vmin": -0.5, "vmax": heads + 0.5}
+    for axes, start in zip(panels, starts, strict=True):
+        texts = [cut(visible(token), TICK_LENGTH) for token in tokens[start : start + across]]
+        edges = (first + start - 0.5, first + start + len(texts) - 0.5, len(layers) - 0.5, -0.5)
+        counts = [row[start : start + across] for row in numbers["counts"]]
+        mesh = axes.imshow(counts, extent=edges, aspect="auto", interpolation="nearest", **style)
+        axes.grid(visible=False)
+        axes.set_xlim(edges[0], edges[0] + across)  # the last map has the columns of the others
+        layer_ticks(axes.yaxis, layers, 8)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.set_ylabel("layer", fontsize=8)
+        if named:
+            places = range(first + start, first + start + len(texts))
+            axes.set_xticks(places, texts, rotation=turned, fontsize=8, family=FONT, parse_math=False)
+            axes.tick_params(axis="x", length=1.5, pad=1)
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.set_xlabel("position in the sequence (tokens)")
+    label = f"kv heads of the layer that hold the token, of {heads}"
+    bar: Any = {"location": "bottom", "ticks": MaxNLocator(8, integer=True), "aspect": 40, "pad": 0.02}
+    figure.colorbar(mesh, ax=list(panels), label=label, **bar)
     save_figure(figure, out)
 
 
@@ -450,7 +458,7 @@ def draw_positions(numbers: Mapping[str, Any], out: Path) -> None:
         label = f"{curve['label']}; mean {curve['mean']:.2f}"
         axes.plot([(i + 0.5) / bins for i in range(bins)], density, color=colour, label=label)
         axes.axvline(curve["mean"], color=colour, linewidth=1.5, linestyle="--")
-    axes.set(xlim=(0, 1), xlabel="position in the sequence (0: first token, 1: last); dashed: mean")
+    axes.set(xlim=(0, 1), xlabel="position in the sequence (0: first token, 1: last)\ndashed: mean")
     axes.set(ylabel="density (its integral is 1)")
     axes.set_ylim(bottom=0)
     name_lines(axes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,12 @@ from jinja2 import Environment, PackageLoader
 from rich.table import Table
 from rich.text import Text
 
+from sparse_rl.analysis.drawing import STYLE
 from sparse_rl.analysis.results import Group, has_line, plot_gap, plot_metric
 from sparse_rl.analysis.tables import model_label
 from sparse_rl.analysis.traces import records_pages, unpaged
 from sparse_rl.config import dotted
+from sparse_rl.methods.config import budget_words
 from sparse_rl.metrics import read_metrics, why_unchanged
 from sparse_rl.trace import NEVER, EvictionTrace
 
@@ -33,8 +36,14 @@ def as_data(file: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
+def wide(file: Path) -> bool:
+    """Return True if a PNG file is too wide for one of two columns, or for a phone unless it scrolls."""
+    return int.from_bytes(file.read_bytes()[16:20], "big") > 1.3 * STYLE["figure.figsize"][0] * STYLE["figure.dpi"]
+
+
 ENVIRONMENT = Environment(loader=PackageLoader("sparse_rl.analysis", "assets"), autoescape=True)
-ENVIRONMENT.filters["as_data"] = as_data
+ENVIRONMENT.filters |= {"as_data": as_data, "wide": wide}
+ENVIRONMENT.globals["infinity"] = math.inf
 PAGE = ENVIRONMENT.get_template("page.html.j2")
 html: Any = PAGE.make_module({"sections": []})  # its macros, as functions: heading, note, table, picture, ...
 
@@ -47,9 +56,10 @@ class Section(NamedTuple):
     body: str
 
 
-def page(title: str, about: str, sections: Sequence[Section]) -> str:
-    """Return the whole page. Sections without a body are left out."""
-    return PAGE.render(title=title, about=about, sections=[section for section in sections if section.body])
+def page(title: str, about: str, sections: Sequence[Section], opening: str = "") -> str:
+    """Return the whole page. Sections without a body are left out. opening : HTML of the finding, above the menu"""
+    shown = [section for section in sections if section.body]
+    return PAGE.render(title=title, about=about, sections=shown, opening=opening)
 
 
 def from_terminal(shown: Table, where: str = "") -> str:
@@ -139,8 +149,19 @@ def groups(runs: Sequence[ReportedRun]) -> list[Group]:
     return [Group(n, [run.folder for run in some], some[0].method) for n, some in zip(unique, alike, strict=True)]
 
 
+def by_kind(runs: Sequence[ReportedRun]) -> dict[str | None, list[ReportedRun]]:
+    """Return the runs of each kind of recipe. Losses, steps and keys of different kinds do not compare."""
+    return {
+        kind: [r for r in runs if r.recipe.get("kind") == kind] for kind in [run.recipe.get("kind") for run in runs]
+    }
+
+
 def settings(runs: Sequence[ReportedRun]) -> str:
-    """Return a table of the runs, the settings in which their recipes differ, and the recipe of each."""
+    """Return, for each kind, a table of its runs, the settings in which their recipes differ, and their recipes."""
+    return "".join(_settings(kind, some) for kind, some in by_kind(runs).items())
+
+
+def _settings(kind: str | None, runs: Sequence[ReportedRun]) -> str:
     text = ["run", "training", "model", "cache", "engine"]
     headings = [*text, "seed", "steps", "reward at the end", "seconds a step", "cache held, of a full cache"]
     rows, notes = [], []
@@ -148,14 +169,15 @@ def settings(runs: Sequence[ReportedRun]) -> str:
         recipe, log = run.recipe, read_metrics(run.folder)
         if why := why_unchanged(log, recipe.get("zero_truncated_advantages", True)):
             notes.append(html.note(f"{run.label}: {why}."))
-        if mass := _logged(log, "support/mass"):
+        if mass := logged(log, "support/mass"):
             kept = f"top-p, top-k or min-p kept {_mean(mass):.1%} of the probability"
             notes.append(html.note(f"{run.label}: {kept}. The rest was not trained: evaluate with the same settings."))
         cache_block = dict(recipe.get("prompt_cache") or recipe.get("cache") or {})
-        policy = " ".join(str(cache_block[key]) for key in ("policy", "budget", "ratio") if key in cache_block)
+        words = str(cache_block.get("policy", "")), budget_words(cache_block.get("budget") or cache_block.get("ratio"))
+        policy = " ".join(filter(None, words))
         trained = f"{policy}; full attention in training" if run.method == "mismatched" else policy
-        rewards, seconds = _logged(log, "reward"), _logged(log, "step_time")
-        sizes = [_logged(log, f"cache/bytes_{which}") for which in ("held", "full")]
+        rewards, seconds = logged(log, "reward"), logged(log, "step_time")
+        sizes = [logged(log, f"cache/bytes_{which}") for which in ("held", "full")]
         rows.append(
             [
                 *(run.label, run.training, model_label(str(recipe.get("model", "")))),
@@ -166,10 +188,12 @@ def settings(runs: Sequence[ReportedRun]) -> str:
                 " of ".join(f"{_mean(values) / 1e6:,.1f} MB" for values in sizes if values) or None,
             ]
         )
+    columns = [place for place in range(len(headings)) if any(row[place] is not None for row in rows)]
+    cells = [[row[place] for place in columns] for row in rows]
+    title = f"Runs of kind {kind}"
+    table = html.heading(title) + html.table([headings[place] for place in columns], cells, title, text)
     recipes = [html.source(run.text, f"recipe of {run.label}") for run in runs]
-    return "".join(
-        [html.table(headings, rows, "runs", text), html.note(ABOUT_RUNS), *notes, differences(runs), *recipes]
-    )
+    return "".join([table, html.note(ABOUT_RUNS), *notes, differences(runs), *recipes])
 
 
 def differences(runs: Sequence[ReportedRun]) -> str:
@@ -187,9 +211,9 @@ def differences(runs: Sequence[ReportedRun]) -> str:
 def curves(runs: Sequence[ReportedRun], section: str, folder: Path) -> str:
     """Return the pictures of a section of CURVES. Pictures are written to `folder`."""
     parts = []
-    kinds = list(dict.fromkeys(run.recipe.get("kind") for run in runs))  # their steps and losses do not compare
-    for kind in kinds:
-        lines = groups([run for run in runs if run.recipe.get("kind") == kind])
+    kinds = by_kind(runs)
+    for kind, some in kinds.items():
+        lines = groups(some)
         rewarded = any(group.logged("reward") for group in lines)
         for metric, about in CURVES[section].items():
             if not has_line(lines, metric) or (metric == "loss" and rewarded):
@@ -207,13 +231,13 @@ def gaps(runs: Sequence[ReportedRun], folder: Path) -> str:
     rows, about, replayed = [], ABOUT_GAPS, []
     for run in runs:
         log = read_metrics(run.folder)
-        if not (largest := _logged(log, "replay/gap_max")):
+        if not (largest := logged(log, "replay/gap_max")):
             continue
         replayed.append(run)
-        means = [_mean(_logged(log, f"ratio/{name}")) for name in ("p5", "mean", "p95")]
-        ratios = [*means, max(_logged(log, "ratio/max"), default=float("nan"))]
-        gap = [f"{_mean(_logged(log, 'replay/gap_mean')):.1e}", f"{max(largest):.1e}"]
-        clipped = f"{_mean(_logged(log, 'ratio/clipped')):.2%}"
+        means = [_mean(logged(log, f"ratio/{name}")) for name in ("p5", "mean", "p95")]
+        ratios = [*means, max(logged(log, "ratio/max"), default=float("nan"))]
+        gap = [f"{_mean(logged(log, 'replay/gap_mean')):.1e}", f"{max(largest):.1e}"]
+        clipped = f"{_mean(logged(log, 'ratio/clipped')):.2%}"
         rows.append([run.label, *gap, *(f"{ratio:.4g}" for ratio in ratios), clipped])
         if max(largest) > FAR and run.method != "mismatched" and run.recipe.get("dtype") == "float32":
             about += f" {run.label}: the gap is larger than rounding in float32; docs/numerics.md lists causes."
@@ -234,7 +258,8 @@ def gaps(runs: Sequence[ReportedRun], folder: Path) -> str:
     return made
 
 
-def _logged(log: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+def logged(log: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Return the values of a metric in the lines of a log that have it."""
     return [line[name] for line in log if line.get(name) is not None]
 
 

@@ -31,6 +31,7 @@ from sparse_rl.analysis.drawing import MARKERS, method_colours, name_lines, new_
 from sparse_rl.analysis.tables import model_label, table
 from sparse_rl.errors import UserError, nearest_few, one_line, reason
 from sparse_rl.files import DAMAGED, MOST_TEXT, read_json
+from sparse_rl.methods.config import budget_words
 from sparse_rl.metrics import METRICS_FILE, read_metrics
 
 MISSING = float("nan")
@@ -41,7 +42,8 @@ MARKED = 12  # points of a line; a longer line has no markers
 def draw_lines(points: pandas.DataFrame, out: str | Path, title: str, xlabel: str, ylabel: str, **axis: Any) -> Path:
     """Draw a frame of points. `axis` has properties of the axes, such as xscale."""
     figure, axes = new_figure(title)
-    axes.set(xlabel=xlabel, ylabel="\n".join(textwrap.fill(row, 44) for row in ylabel.splitlines()), **axis)
+    labels = {"xlabel": (xlabel, 46), "ylabel": (ylabel, 36)}
+    axes.set(**{k: "\n".join(textwrap.fill(row, n) for row in v.splitlines()) for k, (v, n) in labels.items()}, **axis)
     if axis.get("xscale") == "log":
         axes.minorticks_off()
     if "xticks" not in axis and axis.get("xscale") == "log":
@@ -161,7 +163,7 @@ def plot_metric(groups: Sequence[Group], out: str | Path, metric: str = "reward"
         frames.append(frame)
     points = pandas.concat(frames)
     word, label = METRICS.get(metric, (metric, one_line(metric, 60), one_line(metric, 60)))[1:]
-    bold = f"  (bold: mean over {SMOOTHING:.0%} of the run)" if {"faint", "low"} & {*points} else ""
+    bold = f"\n(bold: mean over {SMOOTHING:.0%} of the run)" if {"faint", "low"} & {*points} else ""
     return draw_lines(points, out, title or f"{word} during training", f"training step{bold}", label)
 
 
@@ -308,8 +310,12 @@ def _row(row: Mapping[str, Any], measure: str, several_models: bool) -> dict[str
         task = ", ".join(filter(None, (model_label(row["model"]), task)))
     if not isinstance(row["policy"], str) or not isinstance(task, str) or not isinstance(parameters, dict):
         raise TypeError("a row's task or policy is not text, or its parameters are not a mapping")
-    if not all(_is_number(parameters[key]) and parameters[key] > 0 for key in SIZES if key in parameters):
+    sizes = [parameters[key] for key in SIZES if key in parameters]
+    grows = [isinstance(size, dict) and budget_words(size) is not None for size in sizes]
+    if not all(grown or (_is_number(size) and size > 0) for size, grown in zip(sizes, grows, strict=True)):
         raise ValueError("a budget or a ratio is not a positive number")
+    if any(grows):
+        parameters = {**parameters, "budget": budget_words(parameters["budget"])}
     error = MEASURES[measure].error
     numbers = {
         "value": value,
@@ -371,7 +377,7 @@ def _at_settings(sweep: Sweep, axis: str | None) -> tuple[pandas.DataFrame, dict
     place_of = {setting: setting if numeric else place for place, setting in enumerate(settings)}
     x = [place_of[p[axis]] if axis in p else MISSING for p in rows.parameters]
     rows = rows.assign(x=x, line=method_names(rows, axis), axis=axis).sort_values("x", kind="stable")
-    scale: dict[str, Any] = {"xscale": "log" if axis in SIZES else "linear"}
+    scale: dict[str, Any] = {"xscale": "log" if axis in SIZES and numeric else "linear"}
     labels = [f"{setting:g}" if numeric else str(setting) for setting in settings]
     return rows, {**scale, "xticks": list(place_of.values()), "xticklabels": labels}
 
@@ -387,7 +393,8 @@ def _at_numbers(sweep: Sweep, axis: str) -> tuple[pandas.DataFrame, dict[str, An
     whole = rows.policy.isin(["full", "none"]) & [not given.get("summary") for given in rows.parameters]
     if axis == "seconds" and not whole.all():
         rows.loc[whole, "x"] = MISSING
-    order = rows.parameters.map(lambda given: given.get(size, 0)).sort_values(kind="stable").index
+    sizes = rows.parameters.map(lambda given: value if _is_number(value := given.get(size, 0)) else math.inf)
+    order = sizes.sort_values(kind="stable").index
     return rows.loc[order], {"xscale": "log"} if axis == "seconds" else {}
 
 
@@ -428,7 +435,7 @@ def _agree(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> bool
     """Return True if two caches agree in a setting: equal values, or each value is the default for its budget."""
     follows = FOLLOWS.get(key)
     defaults = follows is not None and all(
-        "budget" in item and item.get(key) == follows(item["budget"]) for item in (ours, theirs)
+        _is_number(item.get("budget")) and item.get(key) == follows(item["budget"]) for item in (ours, theirs)
     )
     return defaults or ours.get(key) == theirs.get(key)
 

@@ -10,6 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from sparse_rl.methods.config import budget_words
+
 
 def table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] | None = None, **style: Any
@@ -93,9 +95,14 @@ def _models(rows: Sequence[Any]) -> list[Column]:
 
 
 def _entries(rows: Sequence[Any]) -> list[Column]:
-    """Return the column of the most entries of a kv head; of those held and of those read, if they differ."""
+    """Return the column of the most entries of a kv head; of those held and of those read, if they differ. If a budget
+    grows, a further column has their mean.
+    """
     held, read = ([str(getattr(row, name)) for row in rows] for name in ("peak_entries", "read_entries"))
-    return [("peak", held)] if held == read else [("held", held), ("read", read)]
+    columns = [("peak", held)] if held == read else [("held", held), ("read", read)]
+    if any(isinstance(row.parameters.get("budget"), dict) for row in rows):
+        columns.append(("mean", ["–" if row.mean_entries is None else f"{row.mean_entries:.0f}" for row in rows]))
+    return columns
 
 
 def model_label(model: str) -> str:
@@ -106,7 +113,7 @@ def model_label(model: str) -> str:
 
 def cache_labels(rows: Sequence[Any]) -> list[str]:
     """Return a label of each row's cache: policy, size, and parameters in which rows of that policy and size differ."""
-    sizes = [row.parameters.get("budget") or row.parameters.get("ratio") for row in rows]
+    sizes = [budget_words(row.parameters.get("budget")) or row.parameters.get("ratio") for row in rows]
     labels = [row.policy + (f" {size}" if size else "") for row, size in zip(rows, sizes, strict=True)]
     result = []
     for row, label in zip(rows, labels, strict=True):

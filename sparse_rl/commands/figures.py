@@ -165,7 +165,7 @@ def _teacher_policy(source: Recording) -> KVpopPolicyConfig:
     budget, (sinks, window) = block.get("budget"), kept.protected(source.fingerprint)
     if type(budget) is not int:
         raise UserError(
-            f"{source.path} was sampled under {words}, which has no budget, so there is no top k to compare"
+            f"{source.path} was sampled under {words}, which has no constant budget, so there is no top k to compare"
         )
     further = {key: block[key] for key in ("decay_every", "state_entries") if name == "kvpop" and key in block}
     # a query always sees its own token, as with a window of 1

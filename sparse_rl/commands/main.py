@@ -10,10 +10,12 @@ from sparse_rl import __version__
 from sparse_rl.commands import (
     bench,
     budgets,
+    calibrate,
     doctor,
     eval,
     inspect,
     keys,
+    mismatch,
     perplexity,
     plot,
     quickstart,
@@ -31,7 +33,7 @@ from sparse_rl.recipe import list_recipes
 from sparse_rl.recipe.load import place_of
 
 _MODULES = (
-    *(train, teacher, rollout, eval, perplexity, budgets, bench, serve),
+    *(train, teacher, rollout, eval, perplexity, budgets, calibrate, mismatch, bench, serve),
     *(inspect, verify, plot, report, doctor, keys, quickstart),
 )
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}

@@ -16,6 +16,7 @@ import torch
 
 from rollout.context.cache import context_bytes
 from rollout.context.compact import stored_queries
+from rollout.measure.accuracy import label as policy_label
 from rollout.measure.contexts import label
 from rollout.vllm.memory import beside_cache, held_head, pool_bytes
 from sparse_rl.attention.families import windows_of
@@ -32,6 +33,7 @@ from sparse_rl.models.load import load_shape
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes, window_bytes
+from sparse_rl.policies.schedule import GrowingSchedule
 from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, Run, TaughtRecipe, TrainRecipe
 from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig
@@ -197,9 +199,12 @@ class _Process:
         unit_bytes = cache_bytes(entries + summaries, layers, kv_heads, wide, self.itemsize)
         state = state_bytes(policy, entries, layers, kv_heads, head_dim)
         state += query_bytes(policy, layers, self.heads, head_dim, self.itemsize)
-        name = " ".join(map(str, filter(None, (policy.name, policy.parameters().get("budget")))))
-        name += f" in {some} layers" if some else ""
+        name = policy_label(policy) + (f" in {some} layers" if some else "")
         note = f"{name}: {entries} entries, {show(unit_bytes)} per sequence"
+        if isinstance(policy.schedule, GrowingSchedule) and fed > prompt:
+            queries = torch.arange(prompt + 1, fed + 1)
+            attended = policy.schedule.attended(queries * 0 + prompt, queries).double().mean()
+            note += f" ({attended:.0f} entries on average while it decodes)"
         note += f"; heads of {wide}, which include biases" if wide > head_dim else ""
         if self.vllm:  # the pool contains them
             return [Item(f"KV cache of {at_once}", when="sampling", note=f"{note}, in the pool")]
@@ -283,7 +288,7 @@ class _Training(_Process):
         notes = {"weights": f"{dtype}{zero}", "optimizer": "AdamW, offloaded" if launch.offload else "AdamW"}
         items = [Item(name, device, host, note=notes.get(name, "")) for name, (device, host) in state.items()]
         items += self.update_items(stored, trained=trainable >= self.parameters)
-        if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None:
+        if isinstance(recipe, TaughtRecipe) and recipe.taught_by.teacher_cache is None and not recipe.without_teacher:
             items.append(self.teacher(recipe, copy))
         if recipe.foresees():
             rows = recipe.training.per_device_train_batch_size
@@ -295,6 +300,8 @@ class _Training(_Process):
             items.append(Item("simulating model", copy, note=recipe.dtype))
         if recipe.rollout is not None:
             items += self.sampling_items(engine)
+        if recipe.rollout is not None or recipe.data.traces:
+            items += self.trace_items()
         return Plan(parameters, items)
 
     def update_items(self, stored: int, trained: bool) -> Iterator[Item]:
@@ -332,19 +339,24 @@ class _Training(_Process):
         return Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))
 
     def sampling_items(self, engine: list[Item]) -> list[Item]:
-        """Return the items of the engine, the engine's cache, and the traces that training replays."""
-        recipe, items, sequences = self.recipe, list(engine), self.recipe.sequences()
-        (policy,), (layers, kv_heads, _) = self.policies, self.shape
+        """Return the items of the engine, and of the engine's cache."""
+        recipe, items, (policy,) = self.recipe, list(engine), self.policies
         if recipe.launch.zero_stage == 3 and not engine:
             note = "ZeRO-3 gathers the weights for sampling"
             items.append(Item("gathered weights", self.weights, when="sampling", note=note))
-        at_once = min(recipe.rollout.max_batch, sequences)
-        contexts = recipe.prompt_caches()
-        if contexts:
-            items += self.context_items(self.prompt, at_once)
-        else:
-            items += self.cache_items(policy, self.prompt, at_once)
-            items += self.window_items(self.fed(self.prompt), at_once)
+        at_once = min(recipe.rollout.max_batch, recipe.sequences())
+        if recipe.prompt_caches():
+            return [*items, *self.context_items(self.prompt, at_once)]
+        return [
+            *items,
+            *self.cache_items(policy, self.prompt, at_once),
+            *self.window_items(self.fed(self.prompt), at_once),
+        ]
+
+    def trace_items(self) -> list[Item]:
+        """Return the items of the traces that training replays."""
+        recipe, items, sequences = self.recipe, list[Item](), self.recipe.sequences()
+        (policy,), (layers, kv_heads, _), contexts = self.policies, self.shape, self.recipe.prompt_caches()
         if (policy.schedule.evicts or contexts) and not (
             isinstance(recipe, GRPORecipe) and recipe.grpo.train_attention == "full"
         ):

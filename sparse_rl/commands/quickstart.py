@@ -162,7 +162,7 @@ class Quickstart:
 def shipped_budget() -> int:
     """Return the budget of quickstart/grpo, which was calibrated on the shipped model as in `from_scratch`."""
     cache = load_recipe("quickstart/grpo").caches()[0]
-    assert isinstance(cache, EvictingConfig)
+    assert isinstance(cache, EvictingConfig) and isinstance(cache.budget, int)
     return cache.budget
 
 

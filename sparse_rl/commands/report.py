@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -101,9 +100,11 @@ def write(results: Results, out: Path, subject: str, completions: int = SHOWN) -
     from sparse_rl.analysis.report import page
 
     with tempfile.TemporaryDirectory(dir=temporary_folder()) as pictures:
-        sections = parts(results, Path(pictures), completions)
+        runs = described(results.runs)
+        rows = [row for file in results.files[eval.RESULTS] for row in eval_rows(file)]
+        sections = parts(results, runs, rows, Path(pictures), completions)
         about = f"Written by sparse-rl report on {datetime.date.today().isoformat()}. Everything is in this file."
-        text = page(f"Report of {subject}", about, sections)
+        text = page(f"Report of {subject}", about, sections, opening(results, runs, rows))
     if len(text) > MOST_BYTES:
         warn(f"the page has {len(text) / 1e6:.0f} MB and opens slowly; --completions {max(1, completions - 1)} helps")
     try:
@@ -113,21 +114,34 @@ def write(results: Results, out: Path, subject: str, completions: int = SHOWN) -
     return text
 
 
-def parts(results: Results, folder: Path, completions: int) -> list[Section]:
+def parts(results: Results, runs: Sequence[ReportedRun], rows: Sequence[Any], folder: Path, most: int) -> list[Section]:
     """Return the sections of the page. Pictures are written to `folder`. Sections without data are empty."""
     from sparse_rl.analysis.report import Section, curves, gaps, settings
 
-    runs = described(results.runs)
     return [
-        Section("runs", "Runs", settings(runs) if runs else ""),
-        Section("accuracy", "Accuracy", accuracy(results, runs, folder)),
+        Section("accuracy", "Accuracy", accuracy(results, rows, folder)),
         Section("learning", "Learning curves", curves(runs, "learning", folder)),
         Section("replay", "Sampler and trainer", gaps(runs, folder)),
         Section("lengths", "Retention and lengths", curves(runs, "lengths", folder)),
         Section("analyses", "Analyses", analyses(results, folder)),
-        Section("completions", "Completions and their cache", samples(results, completions)),
+        Section("completions", "Completions and their cache", samples(results, most)),
         Section("timing", "Timing", timing(results, folder)),
+        Section("runs", "Runs", settings(runs)),
     ]
+
+
+def opening(results: Results, runs: Sequence[ReportedRun], rows: Sequence[Any]) -> str:
+    """Return the finding; if there is neither a training nor an evaluation, the kinds of results."""
+    from sparse_rl.analysis.finding import find as find_effect
+    from sparse_rl.analysis.report import html
+
+    finding, files = find_effect(runs, rows), {"sampled completions": results.rollouts, **results.files}
+    if not finding.sentences:
+        measured = ", ".join(name.removesuffix(".json").replace("_", " ") for name, some in files.items() if some)
+        finding.sentences.append(
+            (f"Measured: {measured or 'figures'}. There is no training or evaluation to compare.", "")
+        )
+    return html.finding(finding)
 
 
 def described(folders: Sequence[Path]) -> list[ReportedRun]:
@@ -163,7 +177,6 @@ SWEEPS = (  # (metric, axis, caption) of the pictures of an evaluation; None is 
     ("log_perplexity", "seconds", "log-perplexity against seconds (Attention Matching figure 10, left)."),
     ("accuracy", "log_perplexity", "accuracy against log-perplexity (Attention Matching figure 10, right)."),
 )
-BEFORE = "before training"  # name of the model that the trainings of a report start from
 COLUMNS = (
     "n: problems × samples of each. kept: share of a sequence's tokens that the cache holds at the end, of all "
     "answers and of the right ones. peak: largest number of entries of a kv head. tokens: mean length of a "
@@ -171,15 +184,14 @@ COLUMNS = (
 )
 
 
-def accuracy(results: Results, runs: Sequence[ReportedRun], folder: Path) -> str:
+def accuracy(results: Results, rows: Sequence[Any], folder: Path) -> str:
     """Return tables and pictures of evaluations and perplexities. Pictures are written to `folder`."""
     from sparse_rl.analysis.report import from_terminal, html
     from sparse_rl.analysis.results import points_table, read_sweep
     from sparse_rl.analysis.tables import accuracy_table
 
     evaluations, perplexities = results.files[eval.RESULTS], results.files[perplexity.RESULTS]
-    rows = [row for file in evaluations for row in eval_rows(file)]
-    made = [trainings_picture(rows, runs, folder / "trainings.png")]
+    made = []
     for compacted in (False, True):  # rows of compacted contexts have further columns
         if some := [row for row in rows if (row.contexts is not None) is compacted]:
             made.append(from_terminal(accuracy_table(some), "of compacted contexts" if compacted else ""))
@@ -212,11 +224,12 @@ def sweep_pictures(file: Path, folder: Path, name: str) -> str:
 
 def eval_rows(file: Path) -> list[Any]:
     """Return the rows of an eval.json with the attributes of EvalRow; [] after a warning if the file is damaged."""
+    from sparse_rl.analysis.finding import conditions
     from sparse_rl.analysis.tables import accuracy_table
 
     with left_out_if_damaged(file):
-        made = []
-        for row in read_json(file, MOST_TEXT)["rows"]:
+        made, content = [], read_json(file, MOST_TEXT)
+        for row in content["rows"]:
             one = SimpleNamespace(**{"log_perplexity": None, "log_perplexity_error": None, **row})
             one.further_accuracy = {name: SimpleNamespace(**score) for name, score in row["further_accuracy"].items()}
             one.contexts = None if row.get("contexts") is None else SimpleNamespace(**row["contexts"])
@@ -224,40 +237,10 @@ def eval_rows(file: Path) -> list[Any]:
                 setattr(one, name, {int(k): value for k, value in row[name].items()})
             # wrong types show here, before the rows of other files are drawn beside these
             accuracy_table([one]), Path(one.model)
+            one.conditions = conditions(one, content.get("recipe") or {})
             made.append(one)
         return made
     return []
-
-
-def trainings_picture(rows: Sequence[Any], runs: Sequence[ReportedRun], out: Path) -> str:
-    """Return a picture of the accuracies; empty if fewer than two trainings were evaluated under both caches."""
-    from sparse_rl.analysis.report import groups, html
-    from sparse_rl.analysis.results import plot_accuracy
-
-    methods: dict[str, tuple[list[float], list[float]]] = {}
-    of_method: dict[str, str | None] = {}
-
-    def add(name: str, method: str | None, folders: set[Path]) -> None:
-        own = [row for row in rows if folders & {Path(row.model).resolve(), Path(row.model).resolve().parent}]
-        scored = [row for row in own if row.accuracy is not None]
-        caches = [[row.accuracy for row in scored if (row.policy == "full") is full] for full in (False, True)]
-        if all(caches):
-            methods[name], of_method[name] = (caches[0], caches[1]), method
-
-    add(BEFORE, "sft", {Path(str(run.recipe["model"])).resolve() for run in runs if run.recipe.get("model")})
-    for group in groups(runs):
-        add(group.name, group.method, {folder.resolve() for folder in group.folders})
-    if len(methods) < 2:
-        return ""
-    about = "Accuracy after each training, under caches that evict and with a full cache."
-    drawn = html.picture(plot_accuracy(methods, out, "Accuracy after each training", of_method), about)
-    words = []
-    for full, which in enumerate(("with the small cache", "with a full cache")):
-        mean = {name: fmean(accuracies[full]) for name, accuracies in methods.items()}
-        best = max(mean, key=lambda name: mean[name])
-        before = f" ({BEFORE}: {mean[BEFORE]:.1%})" if BEFORE in mean and best != BEFORE else ""
-        words.append(f"Best {which}: {best}, {mean[best]:.1%}{before}.")
-    return html.note(" ".join(words)) + html.pictures([drawn])
 
 
 # ---- rollouts and timings --------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--out", metavar="DIR", type=file_path, help="default: OUTPUT_DIR/rollouts")
     parser.add_argument("--problems", metavar="N", type=positive, default=8)
+    parser.add_argument("--score", action="store_true", help="also write the sum of a grpo recipe's rewards")
     add_overwrite(parser)
     add_dry_run(parser)
 
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, session: Session) -> int:
     recipe = read_recipe(options)
     sampled_problems(recipe)  # raises UserError for a kind without problems
+    if options.score and not isinstance(recipe, GRPORecipe):
+        raise UserError(f"needs the rewards of a recipe of kind grpo, not {recipe.kind}", "--score")
     folder = options.out or Path(recipe.output_dir) / "rollouts"
     refuse_used(folder, FILES, "--out", options.overwrite)
     quiet_loading(session.verbose)
@@ -60,7 +63,7 @@ def run(options: argparse.Namespace, session: Session) -> int:
         print_findings({**prepared.findings, "output": f"{count}, {limit}, into {folder}"}, NOT_CHECKED)
         return 0
     session.folder = folder
-    rollouts = sample(recipe, folder, options.problems)
+    rollouts = sample(recipe, folder, options.problems, options.score)
     lengths, kept = [item["tokens"] for item in rollouts], [item["retention"] for item in rollouts]
     cut = sum(item["finish_reason"] == "length" for item in rollouts)
     print(
@@ -84,8 +87,9 @@ def sampled_problems(recipe: Recipe) -> tuple[DataConfig, str, int]:
     raise UserError(f"a recipe of kind {recipe.kind} {problem}", "kind")
 
 
-def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, Any]]:
+def sample(recipe: Recipe, folder: Path, problems: int = 8, score: bool = False) -> list[dict[str, Any]]:
     """Sample a recipe's first `problems` problems, write the rollouts to `folder`, and return each rollout's `summary`.
+    With `score`, write the weighted sum of each rollout's rewards too, under the key `reward`.
 
     Sampling uses the recipe's first cache or, if the problems have contexts to compact, its first prompt cache. The
     files (rollout/files.py) are written part by part, so any number of problems fits into memory.
@@ -95,12 +99,15 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
         from rollout.files import written_rollouts
         from rollout.measure.accuracy import summary
         from sparse_rl.models.load import model_fingerprint
+        from sparse_rl.models.weights import weights_digest
         from sparse_rl.policies.make import fingerprint
+        from sparse_rl.recipe.run import rewards_of
 
         prepared, source, prompts = prepare_sampling(recipe, problems)
         recipe, config, tokenizer = prepared.recipe, prepared.config, prepared.tokenizer
         policy, engine = prepared.policies[0], recipe.rollout
         assert engine is not None
+        rewards = rewards_of(recipe.rewards, "rewards") if score and isinstance(recipe, GRPORecipe) else None
         say("rollouts", prepared.findings["rollouts"])
         make_folder(folder, "--out")
         made_by = {"model": model_fingerprint(config), "policy": fingerprint(policy)}
@@ -119,22 +126,44 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8) -> list[dict[str, An
         sampling=settings,
         evicts=policy.schedule.evicts or bool(caches),
         made_by=made_by,
+        weights=weights_digest(recipe.model),
+        rollouts=len(source) * samples,
     )
     summaries: list[dict[str, Any]] = []
     row = stage("rollouts", total=len(source), unit="problem", shown=engine.progress)
     with opened as parts, written_rollouts(folder, origin) as add, row as progress:
-        kept = [name for name in ("prompt", "answer") if name in source.column_names]
+        kept = [name for name in source.column_names if name != "context"]  # the prompt begins with the context
         for indices, part in parts:
             texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
             rows = [{name: source[i][name] for name in kept} for i in indices for _ in range(samples)]
             summary_of_part = list(map(summary, part))
-            add(
-                part,
-                [{**row, "completion": t, **item} for row, t, item in zip(rows, texts, summary_of_part, strict=True)],
-            )
+            further = [
+                {**row, "completion": t, **item} for row, t, item in zip(rows, texts, summary_of_part, strict=True)
+            ]
+            if rewards is not None:
+                _add_rewards(further, part, tokenizer, *rewards)
+            add(part, further)
             summaries += summary_of_part
             progress.advance(len(indices))
     return summaries
+
+
+def _add_rewards(
+    lines: list[dict[str, Any]], rollouts: list[Rollout], tokenizer: Any, functions: list[Any], weights: list[float]
+) -> None:
+    """Add the key `reward` to lines: the weighted sum of the rewards, or None if no reward scores the line."""
+    from sparse_rl.data.tokens import prompt_ends
+
+    columns: dict[str, Any] = {name: [line[name] for line in lines] for name in lines[0]}
+    columns["prompts"], columns["completions"] = columns.pop("prompt"), columns.pop("completion")
+    if not isinstance(lines[0]["prompt"], str):
+        columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
+    columns["completion_ids"] = [rollout.completion_ids for rollout in rollouts]
+    columns["prompt_ends"] = prompt_ends([rollout.prompt_ids for rollout in rollouts], tokenizer)
+    scores = [function(**columns) for function in functions]
+    for line, *values in zip(lines, *scores, strict=True):
+        weighted = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+        line["reward"] = sum(weighted) if weighted else None
 
 
 def prepare_sampling(recipe: Recipe, problems: int) -> tuple[Run, Any, Any]:

@@ -18,7 +18,7 @@ from sparse_rl.files import check_folder
 from sparse_rl.metrics import ENVIRONMENT_FILE, METRICS_FILE, RECIPE_FILE, read_metrics, why_unchanged
 from sparse_rl.models.directory import RUN_MODEL
 from sparse_rl.progress import rank, say, stage, warn
-from sparse_rl.recipe import Recipe, ReplayedRecipe, Run, SampledRecipe, TaughtRecipe, TrainRecipe
+from sparse_rl.recipe import Recipe, ReplayedRecipe, Run, TaughtRecipe, TrainRecipe
 from sparse_rl.recipe.yaml_text import dump_yaml
 from trainer.checkpoint import PARTIAL, newest_whole, read_manifest
 
@@ -196,8 +196,7 @@ def run_training(run: Run[TrainRecipe], show: Callable[[Any], None]) -> Path:
         final = folder / RUN_MODEL
         try:
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-            cache = recipe.cache if isinstance(recipe, SampledRecipe) else None  # kvpop's trainer saves the policy
-            export_model(trainer, final, lora=recipe.lora is not None, cache=cache)
+            export_model(trainer, final, lora=recipe.lora is not None)
         finally:
             close_engine(trainer)  # last, because an engine may destroy the process group
         leave_group()

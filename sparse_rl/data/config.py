@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ from sparse_rl.errors import UserError, did_you_mean
 
 LOCAL_FILES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
 COLUMNS = ("prompt", "answer", "completion", "context", "tests", "starter_code")
+OF_TRACES = ("traces", "split", "limit", "shuffle_seed", "max_prompt_tokens")  # keys for recorded rollouts
 BOUNDS = ("from", "until")  # of a condition in `where`
 MOST_CHOICES = 26  # letters of the alphabet
 TASK_KEYS = {
@@ -80,6 +81,8 @@ class DataConfig(Configuration):
     path : a .jsonl, .json, .csv (also .gz) or .parquet file, or a dataset on the hub (with `subset` and `split`). All
         fields of a CSV file are text
     subset : name of a subset of a dataset on the hub
+    traces : folders that `sparse-rl rollout` has written, instead of a path. Kinds grpo, distill and sft train on their
+        completions under the recorded evictions, and sample nothing. A slice in `split` counts problems
     synthetic : generated problems, instead of a path
     files : names of files of a dataset on the hub, which are read instead of the dataset's table
     release : name of a release of a task in recipes/tasks that has several; stands for the release's `files`
@@ -108,6 +111,7 @@ class DataConfig(Configuration):
     path: PathText | None = None
     split: Text = "train"
     subset: str | None = None
+    traces: list[PathText] | None = None
     synthetic: SyntheticConfig | None = None
     files: list[Text] | None = None
     release: Text | None = None
@@ -127,7 +131,9 @@ class DataConfig(Configuration):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.path is None) == (self.synthetic is None):
+        if self.traces is not None:
+            self._check_traces()
+        elif (self.path is None) == (self.synthetic is None):
             raise UserError("give either path (a file or a hub name) or a synthetic block", "path")
         for name in self.columns:
             if name not in COLUMNS:
@@ -139,7 +145,7 @@ class DataConfig(Configuration):
                     raise UserError(f"has no effect on a synthetic dataset; remove {key}", key)
             if self.split != "train":
                 raise UserError("name the split of a synthetic dataset in synthetic.split", "split")
-        if self.local and not self.split.startswith("train"):
+        if (self.local or self.traces) and not self.split.startswith("train"):
             raise UserError("a local file has only the split train; name it, or a slice such as train[:100]", "split")
         self._check_files()
         self._check_conditions()
@@ -150,6 +156,13 @@ class DataConfig(Configuration):
                 if getattr(self, key) is not None:
                     raise UserError(f"has no effect with chat: false; remove {key}, or use prompt_template", key)
         self._check_choices()
+
+    def _check_traces(self) -> None:
+        if not self.traces:
+            raise UserError("name at least one folder that sparse-rl rollout has written", "traces")
+        for key in (f.name for f in fields(self) if f.name not in OF_TRACES):
+            if getattr(self, key) not in (None, 0, {}, "stop"):
+                raise UserError(f"has no effect on recorded rollouts; remove {key}, or traces", key)
 
     def _check_files(self) -> None:
         for key in ("release", "files"):

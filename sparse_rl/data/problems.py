@@ -58,6 +58,8 @@ def load_data(
 
 
 def _load(config: DataConfig, tokenizer: Any, require: Sequence[str], room: int | None) -> datasets.Dataset:
+    if config.traces:
+        raise UserError("only recipes of kind grpo, distill and sft train on recorded rollouts, by train", "traces")
     source, filled = (_synthetic(config, "completion" in require), set()) if config.synthetic else read(config)
     columns = _columns(config, source.column_names, require)
     if config.max_prompt_tokens and tokenizer is None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import datasets
 import pyarrow as pa
@@ -31,6 +31,7 @@ from sparse_rl.errors import UserError, listed, reason, unread
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
+T = TypeVar("T")
 MOST_LEVELS = 64  # limit for nesting in JSON
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # the escape of one half; two halves are one character
 SHOWN = 5  # values of a column in an error
@@ -157,15 +158,21 @@ def _split(files: Mapping[Any, Sequence[str]], config: DataConfig) -> datasets.D
     """Return the rows of `config.split`. files : name of a split -> its JSON and CSV files"""
     named = {part.partition("[")[0].strip() for part in config.split.split("+")}
     rows = {str(k): [row for file in files[k] for row in rows_of_file(file)] for k in files if str(k) in named}
-    try:
-        parts = datasets.ReadInstruction.from_spec(config.split).to_absolute({name: len(rows[name]) for name in rows})
-    except Exception as error:  # the slice is invalid, or the split does not exist
-        raise UserError(f"{config.path} has no rows of split {config.split!r}: {error}", "path") from error
-    chosen = [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
+    chosen = slice_rows(rows, config)
     names = dict.fromkeys(name for row in chosen for name in row)
     if not names:
         raise UserError(f"{config.path} has no rows of split {config.split!r}", "path")
     return table({name: [row.get(name) for row in chosen] for name in names})
+
+
+def slice_rows(rows: Mapping[str, list[T]], config: DataConfig) -> list[T]:
+    """Return the items of `config.split`, a split or a slice of it. rows : name of a split -> its items"""
+    try:
+        parts = datasets.ReadInstruction.from_spec(config.split).to_absolute({name: len(rows[name]) for name in rows})
+    except Exception as error:  # the slice is invalid, or the split does not exist
+        named = config.path or ", ".join(config.traces or ())
+        raise UserError(f"{named} has no rows of split {config.split!r}: {error}", "path") from error
+    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
 
 
 def rows_of_file(path: str) -> Iterator[Row]:

@@ -13,11 +13,13 @@ from sparse_rl.methods.am.config import AMConfig
 from sparse_rl.methods.kvpop.config import DMSConfig, KVpopPolicyConfig, LearnedConfig
 from sparse_rl.methods.pages.config import ClusteredConfig, LayeredConfig
 from sparse_rl.methods.press.config import PressConfig
+from sparse_rl.methods.triattention.config import TriAttentionConfig
 from sparse_rl.policies.config import (
     CAKEConfig,
     EvictingConfig,
     FullConfig,
     GKVConfig,
+    GrowingBudget,
     H2OConfig,
     LinedConfig,
     MorphKVConfig,
@@ -27,6 +29,7 @@ from sparse_rl.policies.config import (
     SnapKVConfig,
     StreamingConfig,
     TovaConfig,
+    budget_words,
 )
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "EvictingConfig",
     "FullConfig",
     "GKVConfig",
+    "GrowingBudget",
     "H2OConfig",
     "KVpopPolicyConfig",
     "LayeredConfig",
@@ -51,7 +55,9 @@ __all__ = [
     "SnapKVConfig",
     "StreamingConfig",
     "TovaConfig",
+    "TriAttentionConfig",
     "accepted_parameters",
+    "budget_words",
 ]
 
 CONFIGS: dict[str, type[PolicyConfig]] = {
@@ -65,6 +71,7 @@ CONFIGS: dict[str, type[PolicyConfig]] = {
     "rkv": RKVConfig,
     "gkv": GKVConfig,
     "cake": CAKEConfig,
+    "triattention": TriAttentionConfig,
     "am": AMConfig,
     "kvpop": KVpopPolicyConfig,  # a model is trained for kvpop and dms (trainer/retrofit.py)
     "dms": DMSConfig,

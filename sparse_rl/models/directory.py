@@ -7,7 +7,6 @@ the module list `model.cache_scorers`, with one scorer per layer that has no sli
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import os
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from sparse_rl.config import show
 from sparse_rl.errors import UserError, one_line
 from sparse_rl.files import open_tensors, read_json
+from sparse_rl.lazy import SOURCES
 from sparse_rl.methods.kvpop.config import ATTACHED_AS as SCORERS
 
 if TYPE_CHECKING:  # model_directory must not import torch
@@ -28,6 +28,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 POLICY_FILE = "cache_policy.json"
 POLICY_VERSION = 1
 SCORER_FILE = "cache_scorer.safetensors"
+CENTRES_FILE = "cache_centres.safetensors"  # models/centres.py
 
 
 def model_directory(name: str) -> str:
@@ -42,10 +43,7 @@ def model_directory(name: str) -> str:
 
 
 def _shipped_model(name: str) -> Path | None:
-    try:
-        folder = Path(str(importlib.resources.files("recipes"))) / name
-    except ModuleNotFoundError:  # sparse_rl is installed without the package `recipes`
-        return None
+    folder = SOURCES / "recipes" / name
     return folder if (folder / CONFIG_FILE).is_file() else None
 
 
@@ -99,15 +97,19 @@ def attach_scorers(model: Any, policy: LearnedPolicy) -> None:
 
 
 def write_scorers(directory: str | Path, weights: Any) -> None:
-    """Write the scorers in a model's state dict to cache_scorer.safetensors, and an index of the weights if there is
-    none: without an index, vLLM would load the scorers' file as weights.
-    """
+    """Write the scorers in a model's state dict to cache_scorer.safetensors."""
     from safetensors.torch import save_file
 
     prefix = f"{SCORERS}."
     scorer_weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     folder = Path(directory)
     save_file({name: value.detach().cpu().contiguous() for name, value in scorer_weights.items()}, folder / SCORER_FILE)
+    keep_apart(folder)
+
+
+def keep_apart(directory: str | Path) -> None:
+    """Write an index of the weights if there is none: without it, vLLM would load our safetensors files as weights."""
+    folder = Path(directory)
     if (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         with open_tensors(folder / WEIGHTS) as stored:
             names = list(stored.keys())

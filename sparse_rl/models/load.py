@@ -20,7 +20,14 @@ from sparse_rl.config import show
 from sparse_rl.errors import UserError, reason, unread
 from sparse_rl.files import check_readable, open_tensors, read_json
 from sparse_rl.metrics import RECIPE_FILE
-from sparse_rl.models.directory import CONFIG_FILE, RUN_MODEL, load_scorers, needs_scorers, saved_policy
+from sparse_rl.models.directory import (
+    CONFIG_FILE,
+    RUN_MODEL,
+    load_scorers,
+    model_directory,
+    needs_scorers,
+    saved_policy,
+)  # fmt: skip
 from sparse_rl.models.hub import SHAPES, UnavailableError, check_available
 from sparse_rl.models.weights import RENAMED, stored_shapes, text_config, text_settings, weight_files
 
@@ -165,7 +172,7 @@ def load_tokenizer(model: str) -> Any:
     PROBE otherwise than tokenizer.json (as LlamaTokenizerFast, which loses all spaces of a byte-level tokenizer), this
     returns the tokenizer of tokenizer.json itself, and logs a warning.
     """
-    tokenizer, warning = _read_tokenizer(model)
+    tokenizer, warning = _read_tokenizer(model_directory(model))
     if warning:
         _warn_once(warning)
     return tokenizer

@@ -248,8 +248,17 @@ def file_fingerprints(place: str, weights: bool) -> dict[str, str]:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(place, allow_patterns=patterns))
+    if (folder / WEIGHTS).is_file() and not (folder / SCORER_FILE).is_file():
+        patterns = [pattern for pattern in patterns if pattern != INDEX]  # `sparse-rl calibrate` may have written it
     files = sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
     return {str(file.relative_to(folder)): fingerprint(file) for file in files}
+
+
+def weights_digest(place: str) -> str:
+    """Return a digest of the files of weights, scorers included, of a model's directory or hub name."""
+    files = file_fingerprints(place, weights=True).items()
+    weights = sorted(text for name, text in files if name.endswith(".safetensors"))
+    return hashlib.sha256("\n".join(weights).encode()).hexdigest()[:16]
 
 
 def identify(model: Any) -> Identity:

@@ -201,8 +201,9 @@ class Policy:
     """A cache policy: a compaction keeps the sinks, the window, and the other entries with the best scores.
 
     A new policy is a subclass that implements `score` (docs/extending.md). In `observe` and `compact`, the argument
-    `layer` only names the layer in error messages, and several layers may be stacked along R in one call. `take_in` and
-    `before_attending` are called layer by layer, because they may use parameters of each layer (`layered_parameters`).
+    `layer` only names the layer in error messages, and several layers may be stacked along R in one call, unless
+    `scores_by_layer` is true: `score` then reads data of each layer. `take_in` and `before_attending` are called layer
+    by layer, because they may use parameters of each layer (`layered_parameters`).
 
     config : the policy's settings, a `sparse_rl.methods.config.PolicyConfig`
     """
@@ -214,6 +215,7 @@ class Policy:
     score_reads: ClassVar[tuple[str, ...]] = ("keys",)  # the tensors that `score` reads: "keys", "values"
     observe_reads: ClassVar[tuple[str, ...]] = ("keys",)  # the tensors that `observe` reads
     layered_parameters: ClassVar[bool] = False
+    scores_by_layer: ClassVar[bool] = False  # True: `layer` is the index of the only layer among those of the policy
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from sparse_rl.config import (
+    Configuration,
     NamedConfiguration,
     NonNegative,
     NonNegativeInt,
@@ -21,7 +23,7 @@ from sparse_rl.config import (
     yaml_fields,
 )
 from sparse_rl.errors import UserError
-from sparse_rl.policies.schedule import KeepsAFraction, NeverEvicts, Schedule
+from sparse_rl.policies.schedule import GrowingSchedule, KeepsAFraction, NeverEvicts, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,28 +120,77 @@ Pooling = Annotated[int, Rule(">= 1 and odd (1 is off)", lambda v: v >= 1 and v 
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvictingConfig(PolicyConfig):
-    """Settings of policies that compact a cache to a fixed budget.
+class GrowingBudget(Configuration):
+    """A budget that grows with the number of tokens seen. Between two knots it is linear, rounded down; before the
+    first knot and after the last one it is constant.
 
-    budget : number of entries kept per kv head, sinks and window included
+    tokens : numbers of tokens of prompt and completion that the cache has seen at the knots, ascending
+    entries : budget at each knot; it never falls, and grows by at most one entry per token
+    """
+
+    tokens: list[NonNegativeInt]
+    entries: list[PositiveInt]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.entries or len(self.entries) != len(self.tokens):
+            wrong = f"{len(self.tokens)} tokens and {len(self.entries)} entries are not as many knots"
+            raise UserError(f"{wrong}; give one number of entries for each number of tokens", "entries")
+        for (start, low), (end, high) in pairwise(self.knots):
+            if end <= start:
+                raise UserError(f"{end} after {start} does not ascend; sort the knots, each at another token", "tokens")
+            if high < low:
+                raise UserError(f"{high} after {low} falls; evicted entries never return, so raise it", "entries")
+            if high - low > end - start:
+                wrong = f"from {low} to {high} in {end - start} tokens is more than one entry per token"
+                raise UserError(f"{wrong}, and a cache gains no more; move the knots apart", "entries")
+
+    @property
+    def knots(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (tokens seen, budget)."""
+        return tuple(zip(self.tokens, self.entries, strict=True))
+
+
+def budget_words(budget: Any) -> str | None:
+    """Return a policy's budget, a number or a mapping as in a recipe, in words; None for anything else."""
+    if isinstance(budget, GrowingBudget):
+        budget = as_mapping(budget)
+    if isinstance(budget, Mapping) and isinstance(entries := budget.get("entries"), list) and entries:
+        return f"{entries[0]} to {entries[-1]}"
+    return str(budget) if type(budget) is int else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictingConfig(PolicyConfig):
+    """Settings of policies that compact a cache to a budget.
+
+    budget : number of entries kept per kv head, sinks and window included; or {tokens: [...], entries: [...]}, with
+        which it grows
     sinks : number of first tokens, never evicted
     window : number of most recent tokens, never evicted
     period : number of entries that are added between two compactions; the peak in decoding is budget + period
     """
 
-    budget: PositiveInt
+    budget: PositiveInt | GrowingBudget
     sinks: NonNegativeInt = 0
     window: NonNegativeInt = 0
     period: PositiveInt = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.budget <= self.window + self.sinks:
+        if self.least <= self.window + self.sinks:
             others = f"window {self.window} + sinks {self.sinks}"
-            raise UserError(f"{self.budget} must exceed {others}; raise it or lower them", "budget")
+            raise UserError(f"{self.least} must exceed {others}; raise it or lower them", "budget")
+
+    @property
+    def least(self) -> int:
+        """The budget, or the smallest one if it grows."""
+        return self.budget.entries[0] if isinstance(self.budget, GrowingBudget) else self.budget
 
     @property
     def schedule(self) -> Schedule:
+        if isinstance(self.budget, GrowingBudget):
+            return GrowingSchedule(self.least, self.period, self.budget.knots)
         return Schedule(self.budget, self.period)
 
 
@@ -157,7 +208,7 @@ class StreamingConfig(EvictingConfig):
 class H2OConfig(EvictingConfig):
     """The score of a token is the attention that it has received so far.
 
-    window : number of most recent tokens, never evicted; null means half of the budget
+    window : number of most recent tokens, never evicted; null means half of the (smallest) budget
     """
 
     name: ClassVar[str] = "h2o"
@@ -167,7 +218,7 @@ class H2OConfig(EvictingConfig):
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)  # checks the budget before it is halved
         if self.window is None:
-            object.__setattr__(self, "window", self.budget // 2)
+            object.__setattr__(self, "window", self.least // 2)
         super().__post_init__()
 
 

@@ -12,9 +12,11 @@ that a trace never depends on the batch.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
+from itertools import pairwise
 from typing import Any, ClassVar
 
 NEVER = 1 << 30  # more tokens than any sequence has
@@ -24,7 +26,7 @@ NEVER = 1 << 30  # more tokens than any sequence has
 class Schedule:
     """A compaction leaves `budget` entries, and the next one runs `period` tokens later.
 
-    A subclass for a growing budget overrides `left` and `first`; all other methods follow from these two.
+    A subclass for a growing budget overrides `left`, `first` and `peak`; all other methods follow from these.
 
     budget : number of entries per kv head that a compaction leaves
     period : number of tokens between two compactions
@@ -82,6 +84,37 @@ class Schedule:
     def most_held(self, prompt: Any, fed: Any) -> Any:
         """Return the maximum number of entries held until `fed` tokens have been fed, including the prefill."""
         return _smaller(fed, _larger(prompt, self.most_decoding(prompt, fed)))
+
+
+@dataclass(frozen=True)
+class GrowingSchedule(Schedule):
+    """The number of entries left is a function of the tokens seen: linear between knots, rounded down, else constant.
+
+    `budget` is the smallest number of entries.
+
+    knots : pairs (tokens seen, entries left) in ascending order. From one to the next, the entries never fall, and grow
+        by at most one per token, because a cache gains no more
+    """
+
+    knots: tuple[tuple[int, int], ...] = ()
+
+    def left(self, prompt: Any, seen: Any) -> Any:
+        left = seen * 0 + self.knots[0][1]
+        for (start, low), (end, high) in pairwise(self.knots):
+            since = _smaller(_larger(seen, start), end) - start
+            left = left + since * (high - low) // (end - start)
+        return left
+
+    def first(self, prompt: Any) -> Any:
+        return _larger(prompt, prompt * 0 + self._first)
+
+    @cached_property
+    def _first(self) -> int:
+        return bisect_left(range(self.peak), True, key=lambda seen: seen >= self.left(0, seen) + self.period)
+
+    @property
+    def peak(self) -> int:
+        return self.knots[-1][1] + self.period
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from rollout.config import SAMPLE_LIVE, SamplingConfig
+from rollout.config import SamplingConfig
 from sparse_rl.config import flat
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
@@ -22,6 +22,7 @@ from trainer.config import (
     KVpopLossConfig,
     KVpopTrainingConfig,
     TeacherConfig,
+    refuse_own_groups,
 )
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ class TaughtRecipe(ReplayedRecipe):
         return self.taught_by.teacher or self.model
 
     @property
+    def without_teacher(self) -> bool:
+        """True if only the cross-entropy of given completions is trained, which needs no teacher."""
+        return self.data.traces is not None and self.loss.kl_weight == 0
+
+    @property
     def own_teacher(self) -> bool:
         """True if the starting model itself is the teacher, and no teacher cache replaces the teacher."""
         return self.taught_by.teacher is None and self.taught_by.teacher_cache is None
@@ -70,6 +76,8 @@ class TaughtRecipe(ReplayedRecipe):
         from sparse_rl.models.weights import check_weights
 
         teacher = self.taught_by.teacher
+        if self.without_teacher:
+            return "none, as kl_weight is 0"
         if (folder := self.taught_by.teacher_cache) is not None:
             return f"predictions saved in {folder}: {len(self.open_teacher_cache(folder, config).places)} sequences"
         if teacher is None:
@@ -128,12 +136,13 @@ class TaughtRecipe(ReplayedRecipe):
         rows = self.training.per_device_train_batch_size
         return {**options, **vars(self.replay), "per_device_eval_batch_size": rows}
 
-    def _load_teacher(self, config: Any, examples: list[Example]) -> Any:
-        """Return the teacher model, or the teacher cache, which must contain all `examples`."""
-        from sparse_rl.models.load import load_plain_model
-
+    def _given_teacher(self, config: Any, examples: list[Example]) -> Any:
+        """Return the teacher's name, None for the model itself or no teacher, or the teacher cache, which must contain
+        all `examples`."""
+        if self.without_teacher:
+            return None
         if (folder := self.taught_by.teacher_cache) is None:
-            return load_plain_model(self.teacher_model, self.dtype, "model" if self.own_teacher else "teacher")
+            return self.taught_by.teacher
         cache = self.open_teacher_cache(folder, config)
         if unknown := sum(example not in cache for example in examples):
             message = f"{folder} lacks {unknown} sequences of this dataset; run sparse-rl teacher with this recipe"
@@ -150,19 +159,17 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scorers is not None and self.distill.packing:
-            raise UserError("scorers read each sequence from its start; set packing: false", "packing")
-        if self.distill.packing and not self.cache.packs:
-            raise UserError(f"sequences under {self.cache.name} cannot be packed; set packing: false", "packing")
-        if self.distill.packing and self.prompt_cache is not None and self.prompt_cache.fits:
-            raise UserError("sequences after contexts with fitted entries cannot be packed; set false", "packing")
-        if self.distill.completions == "student" and self.taught_by.teacher_cache is not None:
-            wrong = "covers only the dataset's completions, but the student samples new ones; remove teacher_cache"
-            raise UserError(wrong, "teacher_cache")
-        if self.distill.refresh_every and self.training.save_steps % self.distill.refresh_every:
-            every = self.training.save_steps
-            wrong = f"must divide save_steps ({every}), because resuming sends the checkpoint's weights to the engine"
-            raise UserError(wrong, "refresh_every")
+        self.distill.check(
+            self.cache,
+            scorers=self.scorers is not None,
+            save_steps=self.training.save_steps,
+            cached_teacher=self.taught_by.teacher_cache is not None,
+            prompt_cache=self.prompt_cache,
+        )
+        if self.recorded:
+            for key, default in (("completions", "data"), ("refresh_every", 0)):
+                if getattr(self.distill, key) != default:
+                    raise UserError("has no effect on recorded rollouts; remove this key", key)
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         return SamplingConfig(self.distill.max_completion_length, self.loss.temperature, n=samples, seed=self.seed)
@@ -187,64 +194,46 @@ class DistillRecipe(SampledRecipe, TaughtRecipe):
     def simulates_apart(self) -> bool:
         """True if a further copy of the model simulates the evictions of given completions."""
         uses_same_weights = self.own_teacher and self.launch.zero_stage < 3 and not self.distill.refresh_every
-        return self.distill.completions != "student" and not uses_same_weights
+        return not self.recorded and self.distill.completions != "student" and not uses_same_weights
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
     def make_examples(self, run: Run, rows: Any, data: DataConfig, where: str) -> list[Example]:
         """Return the examples of a dataset that remain after the `keep` filter and the length limits."""
-        from trainer.batch import accepted, completed_examples, prompt_examples
+        from trainer.batch import accepted
+        from trainer.distill import make_examples
 
-        distill, tokenizer = self.distill, run.tokenizer
-        if distill.completions == "student":
-            return prompt_examples(rows, tokenizer, data.thinking, self.prompt_cache is not None)
-        if distill.keep is not None:
-            rows = accepted(rows, run.rewards[0][0], distill.keep_from, where, tokenizer, data.thinking)
-        limits = distill.max_length, self.rollout.max_model_len, run.config.max_position_embeddings
-        return completed_examples(
-            rows,
-            tokenizer,
-            data.thinking,
-            max_length=min(length for length in limits if length),
-            max_completion_length=distill.max_completion_length,
-            truncate=distill.overlong == "truncate",
-            where=where,
-            contexts=self.prompt_cache is not None,
+        if self.distill.keep is not None:
+            reward, least = run.rewards[0][0], self.distill.keep_from
+            rows = accepted(rows, reward, least, where, run.tokenizer, data.thinking)
+        engine = None if self.rollout is None else self.rollout.max_model_len
+        longest = engine, run.config.max_position_embeddings
+        return make_examples(
+            rows, run.tokenizer, data.thinking, self.distill, longest, where, self.prompt_cache is not None
         )
 
     def make_trainer(self, run: Run, folder: Path) -> Any:
-        from sparse_rl.models.load import base_of, load_plain_model
-        from sparse_rl.policies.make import make_policy
+        from rollout.context.reader import ContextPrompts
         from trainer import rundir
-        from trainer.arguments import adapters, outside_deepspeed, refusals
+        from trainer.arguments import adapters
         from trainer.distill import DistillArguments, DistillTrainer
-        from trainer.weights import carry_scorers
 
         examples, held_out = self.examples(run)
-        args = DistillArguments(
-            **self._taught_options(held_out), loss=self.loss, distill=self.distill, scorers=self.scorers
-        )
-        policy = make_policy(self.cache)
-        student = carry_scorers(load_plain_model(self.model, self.weights_dtype()), policy, self.model)
-        teacher = self._load_teacher(student.config, [*examples, *(held_out or [])])
-        if self.lora is not None:
-            from peft import get_peft_model
-
-            with refusals():
-                student = get_peft_model(student, adapters(self.lora, run.skeleton))
-        starting: Any = self.model
-        live = self.rollout.engine in SAMPLE_LIVE
-        if live and self.distill.completions == "student":
-            starting = base_of(student)
-        elif live and not self.distill.refresh_every and self.launch.zero_stage < 3:
-            # a teacher that is the starting model and never changes also serves as the sampled model
-            starting = teacher if self.own_teacher and not policy.layered_parameters else self.model
-        with outside_deepspeed(args):
-            engine = self.engine_of(starting, run)
+        about = None if self.prompt_cache is None else ContextPrompts.of_row(run.rows[0], run.tokenizer)
         return DistillTrainer(
-            student, teacher, engine, args, examples, held_out, sleep=self.rollout.sleep,
-            processing_class=run.tokenizer, callbacks=[rundir.RunLog(folder)],
-        )  # fmt: skip
+            model=self.model,
+            teacher=self._given_teacher(run.config, [*examples, *(held_out or [])]),
+            args=DistillArguments(
+                **self._taught_options(held_out), **vars(self.loss), **vars(self.distill), scorers=self.scorers
+            ),
+            train_dataset=examples,
+            eval_dataset=held_out,
+            processing_class=run.tokenizer,
+            peft_config=adapters(self.lora, run.skeleton),
+            callbacks=[rundir.RunLog(folder)],
+            about=about,
+            **self.sampled_by(run),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +260,7 @@ class KVpopRecipe(TaughtRecipe):
         policy: Any = self.cache
         if policy.scorer.name == "recency" and not self.kvpop.train_base:
             raise UserError("the scorer recency has no parameters to train; set train_base: true", "train_base")
-        self.refuse_own_groups()
+        refuse_own_groups(self.trainer_options.get("optim"))
         if self.kvpop.max_length < policy.schedule.first(1):
             self.warnings.append(
                 f"rows of at most {self.kvpop.max_length} tokens never exceed the budget: nothing is evicted"
@@ -323,13 +312,14 @@ class KVpopRecipe(TaughtRecipe):
     def make_trainer(self, run: Run, folder: Path) -> Any:
         from sparse_rl.methods.kvpop.dms import DMS
         from sparse_rl.models.directory import POLICY_FILE, SCORERS, saved_policy
-        from sparse_rl.models.load import load_model
+        from sparse_rl.models.load import load_model, load_plain_model
         from sparse_rl.policies.make import make_policy
         from trainer import rundir
         from trainer.retrofit import GateTrainer, KVpopArguments, KVpopTrainer
+        from trainer.teacher import TeacherCache
 
         examples, held_out = self.examples(run)
-        args = KVpopArguments(**self._taught_options(held_out), loss=self.loss, kvpop=self.kvpop)
+        args = KVpopArguments(**self._taught_options(held_out), **vars(self.loss), **vars(self.kvpop))
         student = load_model(self.model, self.weights_dtype())
         policy: Any = make_policy(self.cache)
         if hasattr(student, SCORERS):
@@ -339,7 +329,9 @@ class KVpopRecipe(TaughtRecipe):
                 message = f"the model carries scorers {scorers}; set cache.scorer to them, or remove its {POLICY_FILE}"
                 raise UserError(message, "cache.scorer")
             logger.warning("the scorers that %s carries are trained further", self.model)
-        teacher = self._load_teacher(student.config, [*examples, *(held_out or [])])
+        teacher = self._given_teacher(student.config, [*examples, *(held_out or [])])
+        if not isinstance(teacher, TeacherCache):
+            teacher = load_plain_model(teacher or self.model, self.dtype, "teacher" if teacher else "model")
         kind = GateTrainer if isinstance(policy, DMS) else KVpopTrainer
         return kind(
             student, teacher, policy, args, examples, held_out,

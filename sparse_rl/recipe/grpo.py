@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rollout.config import SAMPLE_LIVE, SamplingConfig
+from rollout.config import SamplingConfig
 from sparse_rl.config import Text, as_mapping, flat
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import LearnedConfig
@@ -43,6 +43,32 @@ class GRPORecipe(SampledRecipe):
             )
         if self.validation is not None and self.validation.data.thinking != self.data.thinking:
             raise UserError("must equal data.thinking", "validation.data.thinking")
+
+    def _check_recorded(self) -> None:
+        super()._check_recorded()
+        if self.recorded and self.validation is not None:
+            raise UserError("would sample, but recorded rollouts have no engine; use sparse-rl eval", "validation")
+
+    def samples_in_row(self) -> int:
+        return self.grpo.num_generations
+
+    def findings(self, run: Run) -> dict[str, str]:
+        topics = super().findings(run)
+        if self.recorded:
+            recording = self.recording(run.config)
+            recording.check_sampling(self.sampling())
+            topics["off-policy"] = self._off_policy_words(recording.same_weights)
+        return topics
+
+    def _off_policy_words(self, same_weights: bool) -> str:
+        """Describe ratio, clipping and importance correction of recorded groups."""
+        grpo = self.grpo
+        weight = f"the loss has p_trainer / p_sampler ({grpo.importance_correction} at {grpo.importance_clip:g})"
+        if grpo.importance_correction == "none":
+            weight = "the loss treats recorded groups as if the present weights had sampled them"
+        clip = "the clipped ratio is to the weights with which a group is first scored"
+        guard = "checks the gap before the first update alone" if same_weights else "is off"
+        return f"{weight}; {clip}; there is no probe at the start, and the guard {guard}"
 
     def _check_sync_ref_model(self) -> None:
         """Raise UserError for settings that do not work with a reference model that follows the trained model."""
@@ -126,11 +152,9 @@ class GRPORecipe(SampledRecipe):
     # ---- the run ------------------------------------------------------------------------------------------------
 
     def make_trainer(self, run: Run, folder: Path) -> Any:
-        from sparse_rl.policies.make import make_policy
         from trainer import rundir
-        from trainer.arguments import adapters, model_options
-        from trainer.grpo.trainer import SparseGRPOTrainer, grpo_arguments
-        from trainer.weights import carry_scorers
+        from trainer.arguments import adapters
+        from trainer.grpo.trainer import SparseGRPOArguments, SparseGRPOTrainer
 
         options, validation = self.training_arguments(), self.validation
         if validation is not None:
@@ -142,32 +166,18 @@ class GRPORecipe(SampledRecipe):
                 "per_device_eval_batch_size": groups * validation.samples,
             }
         functions, weights = run.rewards
-        args = grpo_arguments(
-            self.grpo,
-            **vars(self.replay),
-            scorers=self.scorers,
-            model_init_kwargs=model_options(self.weights_dtype()),
-            reward_weights=weights,
-            **options,
-        )
-        policy = make_policy(self.cache)
-
-        def engine_of(live: Any) -> Any:
-            carry_scorers(live, policy, self.model)
-            return self.engine_of(live if self.rollout.engine in SAMPLE_LIVE else self.model, run)
-
+        options |= {**vars(self.grpo), **vars(self.replay), "scorers": self.scorers, "reward_weights": weights}
         completions = rundir.CompletionLog(folder)
         trainer = SparseGRPOTrainer(
             model=self.model,
             reward_funcs=functions,
-            args=args,
+            args=SparseGRPOArguments(**options),
             train_dataset=run.rows,
             eval_dataset=run.held_out,
             processing_class=run.tokenizer,
             peft_config=adapters(self.lora, run.skeleton),
             callbacks=[rundir.RunLog(folder), completions],
-            make_engine=engine_of,
-            sleep=self.rollout.sleep,
+            **self.sampled_by(run),
             thinking=self.data.thinking,
         )
         completions.trainer = trainer

@@ -14,7 +14,6 @@ the keys for the dataset on the hub. If the block's `path` is a local file, `fil
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -24,6 +23,7 @@ from typing import Any, get_args, get_origin
 from sparse_rl.config import Source, build, coerce, names_a_file, show, unknown_key, yaml_fields
 from sparse_rl.data.config import LOCAL_FILES
 from sparse_rl.errors import UserError, did_you_mean, listed, nearest, one_line
+from sparse_rl.lazy import SOURCES
 from sparse_rl.methods.config import EvictingConfig
 from sparse_rl.metrics import RECIPE_FILE
 from sparse_rl.recipe.distillation import DistillRecipe, KVpopRecipe
@@ -48,19 +48,13 @@ KINDS: dict[str, type[Recipe]] = {
 MOST_KEYS = 50  # maximum number of wrong keys that one error lists
 
 
-def _folder() -> Path | None:
-    try:
-        return Path(str(importlib.resources.files("recipes")))
-    except ModuleNotFoundError:  # sparse_rl is installed without the package `recipes`
-        return None
+RECIPES = SOURCES / "recipes"  # by its place: a user's own module `recipes` does not hide it
 
 
 def _shipped() -> dict[str, Path]:
     """Return every YAML file with a `kind` in the package `recipes`: name -> file."""
-    if (folder := _folder()) is None:
-        return {}
-    files = [file for file in folder.rglob("*.yaml") if re.search(r"^kind:", file.read_text("utf-8"), re.M)]
-    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+    files = [file for file in RECIPES.rglob("*.yaml") if re.search(r"^kind:", file.read_text("utf-8"), re.M)]
+    return {file.relative_to(RECIPES).with_suffix("").as_posix(): file for file in files}
 
 
 def list_recipes() -> list[str]:
@@ -141,7 +135,8 @@ def make_recipe(mapping: Any, overrides: Sequence[str] = (), name: str = "recipe
         raise _as_one(wrong_keys, source)
     options = {key: coerce(value, passed_through[key], key, source) for key, value in options.items()}
     try:
-        return build(cls, mapping, "", source, trainer_options=options)
+        recipe = build(cls, mapping, "", source, trainer_options=options)
+        return recipe.on_traces() if isinstance(recipe, SFTRecipe) and recipe.data.traces else recipe
     except UserError as error:
         if error.key == "cache" and any(key.startswith("cache.") for key in overridden):
             mend = f"{error.message} (cache={{policy: ...}} replaces the whole block)"
@@ -178,7 +173,7 @@ def _places(cls: type[Recipe]) -> dict[str, str]:
 @cache
 def named_tasks() -> dict[str, dict[str, Any]]:
     """Return name -> content of the task's file, for all named tasks."""
-    files = [] if (folder := _folder()) is None else sorted((folder / "tasks").glob("*.yaml"))
+    files = sorted((RECIPES / "tasks").glob("*.yaml"))
     return {file.stem: parse_yaml(file.read_text("utf-8"), file.name) for file in files}
 
 

@@ -26,19 +26,18 @@ from rollout.context.config import PromptCacheConfig, TrainedPromptCache
 from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, as_mapping, flat, show
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
-from sparse_rl.methods.config import FullConfig, KVpopPolicyConfig, LearnedConfig, PolicyConfig
+from sparse_rl.methods.config import FullConfig, PolicyConfig, TriAttentionConfig
 from sparse_rl.progress import say, stage, warn
 from sparse_rl.recipe.yaml_text import dump_yaml, parse_yaml
-from trainer.config import LaunchConfig, LoraConfig, ReplayConfig, ScorersConfig, TrainingConfig
+from trainer.config import LaunchConfig, LoraConfig, ReplayConfig, ScorersConfig, TrainingConfig, check_sampled
 
 if TYPE_CHECKING:
-    from rollout.engine import Engine
+    from rollout.recorded import RecordedRollouts
     from sparse_rl.policies.base import Policy
 
 R = TypeVar("R", bound="Recipe", covariant=True)
 C = TypeVar("C", bound="Recipe")
 NOT_YAML = {"yaml": False}
-GROUPS_OF_THEIR_OWN = ("lomo", "adalomo", "galore", "apollo")  # optimizers with their own parameter groups
 SHOWN = 3  # rows with unreadable golds in a message
 
 
@@ -97,7 +96,10 @@ class Run(Generic[R]):
         def rows_of(data: DataConfig, where: str) -> Any:
             from trainer.launch import once
 
-            rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
+            if data.traces:
+                rows = read_recorded(data, self, where)
+            else:
+                rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
             once(f"golds of {where}", lambda: check_golds(rewards[0], rows, where))
             return rows
 
@@ -227,23 +229,13 @@ class Recipe(Configuration):
 
     def engine_arguments(self) -> dict[str, Any]:
         """Return the arguments of `make_engine`, except model, policy and progress. The engine must be chosen."""
-        rollout, bounds = self.rollout, self.prompt_bounds()
-        assert rollout is not None
-        arguments = {"dtype": self.dtype, "max_batch": rollout.max_batch}
-        if rollout.engine == "hf":
-            return arguments
-        prompt = None if None in bounds else max(bound or 0 for bound in bounds)
-        return {
-            **arguments,
-            "max_prompt": prompt,
-            "max_model_len": rollout.max_model_len or (prompt and prompt + self.sampling().max_tokens),
-            "kv_cache_gb": rollout.kv_cache_gb,
-            "gpu_memory_utilization": rollout.gpu_memory_utilization,
-            "tensor_parallel": rollout.tensor_parallel,
-            "sleep_mode": rollout.sleep,
-            "full_graphs": rollout.full_graphs,
-            "exact": rollout.exact,
-        }
+        assert self.rollout is not None
+        return self.rollout.arguments(self.dtype, self.longest_prompt(), self.sampling().max_tokens)
+
+    def longest_prompt(self) -> int | None:
+        """Return the maximum number of tokens in a prompt; None means unknown."""
+        bounds = self.prompt_bounds()
+        return None if None in bounds else max((bound or 0 for bound in bounds), default=None)
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
@@ -273,7 +265,7 @@ class Recipe(Configuration):
         from rollout.context import budgets
         from rollout.context.reader import check_movable
         from sparse_rl.attention.families import global_layers
-        from sparse_rl.models.directory import check_scorers
+        from sparse_rl.models.centres import check_parameters
         from sparse_rl.models.weights import check_weights, identify, meta_model
 
         skeleton = (meta_model if self.from_scratch else check_weights)(config, self.model)
@@ -288,7 +280,7 @@ class Recipe(Configuration):
             if compaction.by_text:
                 check_movable(config, "prompt_cache.chunking")
         for policy in run.policies:
-            check_scorers(self.model, policy)
+            check_parameters(self.model, policy)
         for remark in run.remarks:
             warn(remark)
         return replace(run, skeleton=skeleton)
@@ -402,6 +394,26 @@ def read_rows(
         f"{where} {require} {config} {room}",
         lambda: load_data(config, tokenizer, require=require, where=where, room=room),
     )
+
+
+def read_recorded(config: DataConfig, run: Run[Any], where: str) -> Any:
+    """Return the rollouts of the folders `config.traces` as rows, which all processes of a launch share."""
+    from rollout.recorded import recorded_rows
+    from trainer.launch import once_on_disk
+
+    recipe, arguments = run.recipe, (config, run.config, run.tokenizer, run.recipe.samples_in_row())
+    try:
+        rows = once_on_disk(f"{where} {config} {arguments[-1]}", lambda: recorded_rows(*arguments))
+    except UserError as error:
+        key = error.key if error.key == "num_generations" else f"{where}.traces"
+        raise UserError(error.message, key) from error
+    if lacking := [name for name in recipe.columns() if name not in rows.column_names]:
+        raise UserError(f"the rollouts have no {lacking[0]}, which this recipe needs; sample again", f"{where}.traces")
+    names = [spec if isinstance(spec, str) else spec.get("name") for spec in recipe.named_rewards()[1]]
+    if "recorded" in names and any(sample["reward"] is None for samples in rows["samples"] for sample in samples):
+        mend = "sample again with sparse-rl rollout --score, or set rewards"
+        raise UserError(f"a line has no key reward, which the reward recorded reads; {mend}", f"{where}.traces")
+    return rows
 
 
 def check_golds(rewards: Sequence[Any], rows: Any, where: str) -> None:
@@ -548,7 +560,7 @@ class TrainRecipe(Recipe):
         """
         from sparse_rl.models.directory import saved_policy
         from sparse_rl.models.load import changed_generation_settings
-        from sparse_rl.recipe.resume import checkpoint_to_resume
+        from trainer.checkpoint import checkpoint_to_resume
 
         for backend in self.training.report_to:
             if importlib.util.find_spec(backend) is None:
@@ -571,9 +583,9 @@ class TrainRecipe(Recipe):
         findings |= kernels
         checkpoint = None
         if resume is not None:
-            checkpoint = checkpoint_to_resume(recipe.resolved(), resume, run.inputs())
+            checkpoint = checkpoint_to_resume(resume, recipe.resolved(), run.inputs())
             findings["resume"] = str(checkpoint)
-        for topic in ("rollouts", "attention kernel", "scorers' target", "generation config"):
+        for topic in ("rollouts", "off-policy", "attention kernel", "scorers' target", "generation config"):
             if here and topic in findings:
                 say(topic, findings[topic])
         return replace(run, recipe=recipe, findings=findings, checkpoint=checkpoint)
@@ -594,7 +606,7 @@ class TrainRecipe(Recipe):
         """Return the dtype in which the trained weights are kept."""
         from trainer.arguments import weights_dtype
 
-        return weights_dtype(self.dtype, self.launch, self.lora)
+        return weights_dtype(self.dtype, self.launch.zero_stage, self.lora is not None)
 
     def training_arguments(self) -> dict[str, Any]:
         """Return the options that transformers' TrainingArguments and TRL's configurations share."""
@@ -624,14 +636,6 @@ class ReplayedRecipe(TrainRecipe):
         """Return the names of the models that use the recipe's attention kernel."""
         return [self.model]
 
-    def refuse_own_groups(self) -> None:
-        """Raise UserError for an optimizer that cannot use separate learning rates for model and scorers."""
-        if str(self.trainer_options.get("optim")).startswith(GROUPS_OF_THEIR_OWN):
-            raise UserError(
-                "groups parameters itself, but model and scorers need separate learning rates; use another optimizer",
-                "optim",
-            )
-
     def with_attention_kernel(self, kernel: str) -> Self:
         """Return a copy of the recipe that uses the attention kernel `kernel`."""
         chosen: dict[str, Any] = {"attention_kernel": kernel}
@@ -660,58 +664,81 @@ class SampledRecipe(ReplayedRecipe):
     cache : cache policy: {policy: name, parameters of the policy}, or just the name
     prompt_cache : settings for compacting the context of each prompt once for all its completions, as in an evaluation.
         The teacher of a distillation attends to the whole context. null means that the context is part of each prompt
+    rollout : settings of the engine; null with data.traces, where nothing is sampled
     scorers : settings for training a learned policy's scorers further; null leaves the scorers unchanged
     """
 
     cache: PolicyConfig
     prompt_cache: TrainedPromptCache | None = None
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: RolloutConfig | None = field(default_factory=RolloutConfig)
     scorers: ScorersConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_learned()
-        try:
-            self.cache.check_trainable()
-        except UserError as error:
-            raise UserError(error.message, f"cache.{error.key}") from None
-        if self.rollout.tensor_parallel > 1:
-            wrong = "in training each process has an engine of its own; use launch.processes instead of tensor_parallel"
-            raise UserError(wrong, "rollout.tensor_parallel")
-        if self.prompt_cache is not None:
-            self._check_prompt_cache(self.prompt_cache)
+        self._check_recorded()
+        optim = self.trainer_options.get("optim")
+        lora, compaction = self.lora is not None, self.prompt_cache
+        check_sampled(self.cache, self.rollout, self.scorers, lora=lora, optim=optim, prompt_cache=compaction)
+        if compaction is not None:
+            self.refuse_without_context("prompt_cache compacts contexts")
+            if self.rollout is not None:  # only hf compacts contexts
+                object.__setattr__(self, "rollout", replace(self.rollout, engine="hf"))
         self.check_model_len()
 
-    def _check_prompt_cache(self, config: TrainedPromptCache) -> None:
-        """Raise UserError if the recipe cannot train after contexts that are compacted so. Only hf compacts contexts,
-        so it is chosen."""
-        if not isinstance(self.cache, FullConfig):
-            raise UserError("nothing is evicted after a context that prompt_cache compacts; set cache: full", "cache")
-        if self.rollout.engine == "vllm":
-            wrong = "only hf compacts contexts with the weights that are trained; set rollout.engine: hf"
-            raise UserError(wrong, "rollout.engine")
-        object.__setattr__(self, "rollout", replace(self.rollout, engine="hf"))
-        self.refuse_without_context("prompt_cache compacts contexts")
-        try:
-            config.check_trainable()
-        except UserError as error:
-            raise UserError(error.message, f"prompt_cache.{error.key}") from None
+    @property
+    def recorded(self) -> bool:
+        """True if the recipe trains on recorded rollouts, so that no engine samples or simulates."""
+        return self.data.traces is not None
 
-    def _check_learned(self) -> None:
-        """Raise UserError for settings that do not work with a learned policy, or with training its scorers."""
-        if isinstance(self.cache, LearnedConfig) and self.lora is not None:
-            raise UserError(f"does not work with cache.policy {self.cache.name}; remove lora", "lora")
-        if self.scorers is None:
-            return
-        if not isinstance(self.cache, KVpopPolicyConfig):
-            raise UserError(
-                f"{self.cache.name} has no scorers to train; remove scorers, or set cache.policy to kvpop", "scorers"
-            )
-        if self.cache.scorer.name == "recency":
-            raise UserError(
-                "the scorer recency has no parameters, so there is nothing to learn; remove scorers", "scorers"
-            )
-        self.refuse_own_groups()
+    def _check_recorded(self) -> None:
+        """Raise UserError for settings of sampling beside recorded rollouts; without an engine, `rollout` is None."""
+        validation = self.validation
+        if validation is not None and (validation.data.traces is not None) != self.recorded:
+            raise UserError("data and validation.data must both have traces, or neither", "validation.data.traces")
+        if not self.recorded and self.rollout is None:
+            raise UserError("null is for recorded rollouts (data.traces) alone", "rollout")
+        if self.recorded and self.rollout not in (None, RolloutConfig()):
+            raise UserError("has no effect on recorded rollouts; remove this block, or set null", "rollout")
+        if self.recorded and self.prompt_cache is not None:
+            raise UserError("has no effect on recorded rollouts; remove this block", "prompt_cache")
+        if self.recorded:
+            object.__setattr__(self, "rollout", None)
+
+    def samples_in_row(self) -> int:
+        """Return the number of recorded samples of one problem that a row of the dataset holds."""
+        return 1
+
+    def recording(self, config: Any) -> RecordedRollouts:
+        """Return the rollouts of data.traces. config : configuration of the recipe's model"""
+        from rollout.recorded import RecordedRollouts
+        from sparse_rl.policies.make import make_policy
+
+        datasets = [self.data] if self.validation is None else [self.data, self.validation.data]
+        folders = dict.fromkeys(folder for data in datasets for folder in data.traces or ())
+        try:
+            return RecordedRollouts(list(folders), self.model, config, make_policy(self.cache))
+        except UserError as error:
+            raise UserError(error.message, "data.traces") from error
+
+    def findings(self, run: Run) -> dict[str, str]:
+        from trainer.sampler import refuse_compacted_experts
+
+        if self.prompt_cache is not None:
+            refuse_compacted_experts(run.skeleton)
+        topics = super().findings(run)
+        if not self.recorded:
+            return topics
+        recording = self.recording(run.config)
+        for warning in recording.warnings:
+            warn(warning)
+        return {**topics, "rollouts": recording.describe()}
+
+    def sampled_by(self, run: Run) -> dict[str, Any]:
+        """Return the parameters of a trainer that say how its sequences are sampled."""
+        if self.recorded:
+            return {"engine": self.recording(run.config)}
+        settings = {"cache": self.cache, "prompt_cache": self.prompt_cache, "rollout": self.rollout}
+        return {**settings, "max_prompt_tokens": self.longest_prompt()}
 
     def foresees(self) -> bool:
         return self.scorers is not None
@@ -723,29 +750,11 @@ class SampledRecipe(ReplayedRecipe):
         return [] if self.prompt_cache is None else [self.prompt_cache]
 
     def input_files(self) -> dict[str, tuple[str | None, bool]]:
+        from sparse_rl.models.directory import CENTRES_FILE
+
         budgets = None if self.prompt_cache is None else self.prompt_cache.budgets
-        return {**super().input_files(), "prompt_cache.budgets": (budgets, False)}
-
-    def findings(self, run: Run) -> dict[str, str]:
-        from sparse_rl.experts import has_experts
-
-        if self.prompt_cache is not None and has_experts(run.skeleton):
-            wrong = "the experts that read a compacted context are not recorded, so training cannot replay them"
-            raise UserError(f"{wrong}; use a dense model", "prompt_cache")
-        return super().findings(run)
+        centres = f"{self.model}/{CENTRES_FILE}" if isinstance(self.cache, TriAttentionConfig) else None
+        return {**super().input_files(), "prompt_cache.budgets": (budgets, False), "centres": (centres, False)}
 
     def longest_row(self, prompt: int) -> int | None:
         return prompt + self.sampling().max_tokens
-
-    def engine_of(self, model: Any, run: Run) -> Engine:
-        """Return the engine that samples from `model` under the recipe's cache."""
-        from rollout.context.engine import CompactingEngine
-        from rollout.context.reader import ContextPrompts
-        from rollout.engine import make_engine
-        from sparse_rl.policies.make import make_policy
-
-        arguments = {**self.engine_arguments(), "progress": self.rollout.progress}
-        if (compaction := self.prompt_cache) is None:
-            return make_engine(self.rollout.engine, model=model, policy=self.cache, **arguments)
-        about = ContextPrompts.of_row(run.rows[0], run.tokenizer)
-        return CompactingEngine(model, make_policy(self.cache), prompt_cache=compaction, about=about, **arguments)

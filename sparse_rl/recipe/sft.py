@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rollout.config import read_origin
 from sparse_rl.config import flat
 from sparse_rl.errors import UserError
+from sparse_rl.methods.config import PolicyConfig
+from sparse_rl.recipe.distillation import DistillRecipe
+from sparse_rl.recipe.options import TAUGHT
 from sparse_rl.recipe.run import Run, TrainRecipe, read_rows
-from trainer.config import SFTConfig, SFTTrainingConfig
+from trainer.config import DistillationLossConfig, DistillConfig, SFTConfig, SFTTrainingConfig, TrainingConfig
 
 CHECK_PROBLEMS = 256  # problems on which stop_at_accuracy measures the accuracy
 
@@ -34,6 +39,35 @@ class SFTRecipe(TrainRecipe):
 
     def longest_row(self, prompt: int) -> int | None:
         return self.sft.max_length
+
+    def on_traces(self) -> DistillRecipe:
+        """Return the same training under recorded evictions: a distillation with cross-entropy alone, and no teacher.
+
+        Raises UserError for keys that it does not have, and if the folders have different policies.
+        """
+        training = TrainingConfig(**{f.name: getattr(self.training, f.name) for f in fields(TrainingConfig)})
+        for key in ("from_scratch", "completion_only_loss", "stop_at_accuracy", "stop_check_every"):
+            if getattr(self.sft, key) != getattr(SFTConfig, key):
+                raise UserError("has no effect on recorded rollouts; remove this key", key)
+        for key in self.trainer_options.keys() - TAUGHT.keys():
+            raise UserError("is an option of TRL's SFT, which recorded rollouts do not use; remove it", key)
+        assert self.data.traces is not None
+        try:
+            origins = [read_origin(Path(folder)) for folder in self.data.traces]
+        except UserError as error:
+            raise UserError(error.message, "data.traces") from error
+        policies = {origin.made_by.get("policy", "{}") for origin in origins}
+        if len(policies) > 1:
+            wrong = "the folders have several policies; use kind distill with kl_weight 0, ce_weight 1 and a cache"
+            raise UserError(wrong, "data.traces")
+        longest = max(origin.sampling.max_tokens for origin in origins)
+        return DistillRecipe(
+            **{f.name: getattr(self, f.name) for f in fields(TrainRecipe) if f.init and f.name != "training"},
+            training=training,
+            cache=PolicyConfig.from_block({"policy": "full", **json.loads(policies.pop())}),
+            loss=DistillationLossConfig(kl_weight=0.0, ce_weight=1.0),
+            distill=DistillConfig(max_completion_length=longest, max_length=self.sft.max_length, overlong="drop"),
+        )
 
     @property
     def from_scratch(self) -> bool:

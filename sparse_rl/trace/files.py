@@ -128,6 +128,33 @@ def read_sections(path: str | Path, fingerprint: Mapping[str, str] | None) -> li
     return [{name: values[row].clone() for name, values in split.items()} for row in range(count)]
 
 
+def read_row(path: str | Path, row: int, sha256: str) -> dict[str, Tensor]:
+    """Read the sections of one sequence of a file that was read whole before, without reading the other sequences.
+
+    sha256 : the hash that the file had then (`stored_hash`). Raises TraceError if it has another one now.
+    """
+    try:
+        with open_tensors(path) as file:
+            if (file.metadata() or {}).get(HASH) != sha256:
+                raise TraceError(f"{path} has changed since this run began; start again")
+            stored, sections = set(file.keys()), {}
+            for name in (name for name in declared() if name in stored):
+                lengths, axis = file.get_tensor(name + LENGTHS).tolist(), declared()[name].joined_axis
+                start = sum(lengths[:row])
+                sections[name] = file.get_slice(name)[(*[slice(None)] * axis, slice(start, start + lengths[row]))]
+            return sections
+    except TraceError:
+        raise
+    except Exception as error:  # the file is gone, or damaged since
+        raise TraceError(f"{path} cannot be read: {_shown(error)}") from error
+
+
+def stored_hash(path: str | Path) -> str:
+    """Return the hash in the metadata of a file that was read whole before."""
+    with open_tensors(path) as file:
+        return str(file.metadata()[HASH])
+
+
 def read_fingerprint(path: str | Path) -> dict[str, str]:
     """Return the fingerprint that `save_traces` stored in a file. Raises TraceError as `load_traces` does."""
     return _fingerprint(path, _read(path)[1])

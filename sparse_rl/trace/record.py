@@ -163,20 +163,25 @@ class EvictionTrace:
         query = max(len(self) - 2, 0) if query is None else query
         return (self.evict_at[..., : query + 1] > query).sum(-1)
 
-    def peak_counts(self, prompt: int) -> Tensor:
-        """Return the maximum number of entries in the cache when a decoding query attends: int64 [L, Hkv].
+    def decoding_counts(self, prompt: int) -> Tensor:
+        """Return the number of entries in the cache when each decoding query attends: int64 [L, Hkv, queries]. Without
+        such a query, there is one count of 0.
 
         prompt : number of prompt tokens; the prompt's own queries do not count
         """
         fed = len(self) - 1
         if fed <= prompt:
-            return torch.zeros(self.shape[:2], dtype=torch.long)
+            return torch.zeros(*self.shape[:2], 1, dtype=torch.long)
         evict_at = self.evict_at[..., :fed].long().clamp(max=fed)
         evictions = torch.zeros(*self.shape[:2], fed + 1, dtype=torch.long).scatter_add_(
             -1, evict_at, torch.ones_like(evict_at)
         )
         held = torch.arange(1, fed + 1) - evictions[..., :fed].cumsum(-1)  # by query
-        return held[..., prompt:].amax(-1)
+        return held[..., prompt:]
+
+    def peak_counts(self, prompt: int) -> Tensor:
+        """Return the maximum of `decoding_counts` over the queries: int64 [L, Hkv]."""
+        return self.decoding_counts(prompt).amax(-1)
 
     def retention(self) -> float:
         """Return the share of fed tokens in the cache at the end, from 0 to 1: mean over layers and kv heads (G-KV).

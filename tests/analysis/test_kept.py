@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -189,9 +190,11 @@ def test_the_map_has_texts_if_they_fit(length: int, named: bool, monkeypatch: py
     texts = lambda ids: ["$x$ \n" for _ in ids]  # noqa: E731
     numbers = kept_heads(random_trace(length, 2), list(range(length)), KVPOP, texts, 1, 1000)
     draw_kept_heads(json.loads(json.dumps(numbers)), Path("unused"))
-    axes, _ = figures[0].axes
-    assert axes.images[0].get_array().shape == (3, len(numbers["tokens"]))
-    labels = axes.get_xticklabels()
+    *panels, _ = figures[0].axes
+    shown = [axes.images[0].get_array() for axes in panels]
+    assert np.concatenate(shown, axis=1).tolist() == numbers["counts"]
+    assert all(counts.shape[1] <= module.WRAPPED for counts in shown) == named
+    labels = [label for axes in panels for label in axes.get_xticklabels()]
     assert (labels[0].get_text() == "$x$␣↵") == named
     if named:
         assert len(labels) == len(numbers["tokens"])

@@ -83,9 +83,7 @@ def test_a_run_has_the_colour_of_its_method(tmp_path, capsys, figures):
     for order in (list(runs.values()), list(runs.values())[::-1]):
         plot(capsys, *order)
     for figure in figures:
-        named = {
-            text.get_text().partition(",")[0]: text.get_color() for text in figure.axes[0].get_legend().get_texts()
-        }
+        named = {text.get_text().partition(",")[0]: text.get_color() for text in figure.legends[0].get_texts()}
         assert named == {name: drawing.COLOURS[name] for name in recipes}
     for damage in ("kind: [", "[]", "cache: 3", "cache: {policy: [a]}"):
         (runs["gkv"] / "recipe.yaml").write_text(damage)
@@ -108,7 +106,7 @@ def test_the_quickstart_draws_a_method_in_one_colour(tmp_path, figures):
     assert len(set(solid)) == 4
     assert len(lines) == 2
     for figure in lines:
-        for text in figure.axes[0].get_legend().get_texts():
+        for text in figure.legends[0].get_texts():
             label = text.get_text().replace("\n", " ").removesuffix(", mean").partition(" (")[0]
             assert text.get_color() == colour_of[label]
 

@@ -79,7 +79,7 @@ def test_each_method_has_a_line_through_its_points(monkeypatch):
     flat = [line for line in axes.lines if line.get_linestyle() == "--"]
     assert len(flat) == 1
     assert set(flat[0].get_ydata()) == {0.9}
-    assert {text.get_text() for text in axes.get_legend().get_texts()} == {
+    assert {text.get_text() for text in axes.figure.legends[0].get_texts()} == {
         "am, omp, repeat", "am, attention, repeat+random", "evict, pool 3", "evict, pool 1", "full"
     }  # fmt: skip
 
@@ -116,7 +116,7 @@ def test_rows_that_differ_only_in_the_budget_form_one_line(monkeypatch):
     drawn = lines(axes)
     assert [(32, 0.1), (64, 0.4)] in drawn
     assert [(40, 0.3)] in drawn
-    assert {text.get_text() for text in axes.get_legend().get_texts()} == {
+    assert {text.get_text() for text in axes.figure.legends[0].get_texts()} == {
         "gkv", "streaming, period 1", "streaming, period 8", "full", "h2o"
     }  # fmt: skip
     assert names([row("h2o", 1, budget=b, window=16) for b in (32, 40)], "budget") == ["h2o", "h2o"]
@@ -135,17 +135,17 @@ def test_rows_that_differ_only_in_the_budget_form_one_line(monkeypatch):
 def test_a_method_has_one_colour_and_its_lines_are_shades(monkeypatch):
     two_methods = [row(p, a, budget=b) for p in ("gkv", "streaming") for b, a in ((8, 0.1), (16, 0.2))]
     for rows in (two_methods, two_methods[::-1], [*two_methods, row("full", 0.9)]):
-        named = {text.get_text(): text.get_color() for text in axes_of(rows, monkeypatch).get_legend().get_texts()}
+        named = {text.get_text(): text.get_color() for text in axes_of(rows, monkeypatch).figure.legends[0].get_texts()}
         assert named == {name: COLOURS[name] for name in named}
         assert {"gkv", "streaming"} <= named.keys()
     periods = [row("gkv", 0.1 * b, budget=b, period=p) for p in (1, 2, 3) for b in (1, 2)]
-    shades = [text.get_color() for text in axes_of(periods, monkeypatch).get_legend().get_texts()]
+    shades = [text.get_color() for text in axes_of(periods, monkeypatch).figure.legends[0].get_texts()]
     assert COLOURS["gkv"] in shades
     assert len(set(shades)) == 3
     assert not set(shades) & {*COLOURS.values()} - {COLOURS["gkv"]}
     unknown_methods = {text.get_text(): text.get_color() for text in axes_of(
         [row(p, 0.1 * b, budget=b) for p in ("gkv", "mine", "yours") for b in (1, 2)], monkeypatch
-    ).get_legend().get_texts()}  # fmt: skip
+    ).figure.legends[0].get_texts()}  # fmt: skip
     assert len(set(unknown_methods.values())) == 3
     assert unknown_methods["gkv"] == COLOURS["gkv"]
 
@@ -188,7 +188,7 @@ def test_token_retention_is_drawn_against_the_budget(metric, tmp_path, capsys, m
     (axes,) = figure.axes
     assert [(8.0, 0.25), (16.0, 0.5)] in lines(axes)
     assert [(16.0, 0.75), (32.0, 0.875)] in lines(axes)
-    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"gkv", "rkv"}
+    assert {text.get_text() for text in axes.figure.legends[0].get_texts()} == {"gkv", "rkv"}
     assert axes.get_title(loc="left").startswith("Token retention")
     assert axes.get_ylabel().startswith("share of the tokens held at the end")
     file.write_text(json.dumps({"rows": rows[:1]}))
@@ -272,7 +272,7 @@ def test_rows_are_drawn_at_their_measured_numbers(metric, axis, tmp_path, capsys
     ]  # fmt: skip
     if metric == "log_perplexity":  # its order is the reverse, but for the two ratios of one method
         named = ["none", "evict, mean", "evict, max", "am, repeat, no budgets", "am, repeat, b.json", named[1], "full"]
-    assert [text.get_text().replace("\n", " ") for text in axes.get_legend().get_texts()] == named
+    assert [text.get_text().replace("\n", " ") for text in axes.figure.legends[0].get_texts()] == named
 
 
 def test_rows_without_a_measured_number_are_refused(tmp_path, capsys):

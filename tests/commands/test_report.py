@@ -59,12 +59,35 @@ def test_a_page_has_the_sections_that_have_data_and_loads_nothing(tmp_path, caps
     assert main(["report", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
     outline = Outline(text)
-    assert outline.sections == ["runs", "learning", "replay", "lengths"]
+    assert outline.sections == ["learning", "replay", "lengths", "runs"]
     assert all(link.startswith(("data:", "#")) for link in outline.loaded)
     assert "seed0/mismatched, seed1/mismatched: the trainer computed other probabilities than the sampler" in text
     assert "sparse, " not in re.search(r"<p class=\"note\">The gap is.*?</p>", text)[0]
     assert "2.0 MB of 8.0 MB" in text
     assert "A band spans the seeds of a line" in text
+
+
+def test_runs_are_compared_within_their_kind(tmp_path):
+    for name in ("low", "high", "student"):
+        write_run(tmp_path / name, 0, 1e-6, 0.9)
+    file = tmp_path / "student" / "recipe.yaml"
+    file.write_text(file.read_text().replace("kind: grpo", "kind: distillation"))
+    (tmp_path / "high" / "recipe.yaml").write_text((tmp_path / "low" / "recipe.yaml").read_text() + "lr: 2\n")
+    assert main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert re.findall(r"<h3>(.*?)</h3>", text[text.index('id="runs"') :]) == [
+        "Runs of kind grpo", "Where the recipes differ", "Runs of kind distillation"
+    ]  # fmt: skip
+    (table_of_keys,) = re.findall(r'aria-label="differences of the recipes".*?</table>', text, re.S)
+    assert re.findall(r"<th scope.*?>(.*?)</th>", table_of_keys) == ["key", "high", "low"]
+    assert "seed" not in table_of_keys
+
+
+def test_results_that_cannot_be_compared_are_listed(tmp_path):
+    (tmp_path / "bench.json").write_text("{}")
+    assert main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "Measured: bench. There is no training or evaluation to compare." in text[: text.index("<nav")]
 
 
 def test_what_truncated_sampling_trained_is_said(tmp_path):
@@ -93,8 +116,10 @@ def test_trainings_stand_beside_the_model_before_training(tmp_path, monkeypatch)
     Path("runs/eval.json").write_text(json.dumps({"rows": rows}))
     assert main(["report", "runs"]) == 0
     text = Path("runs/report.html").read_text()
-    assert "Best with the small cache: sparse, 90.0% (before training: 25.0%)." in text
-    assert "Best with a full cache: before training, 98.0%." in text
+    assert text.index("Training sparse (grpo: RL-Sparse, the best of 2 trainings) raised") < text.index("<nav")
+    assert re.findall(r"<span>(.*?)</span><b>(.*?)</b>", text) == [
+        ("before training", "25.0%"), ("mismatched", "50.0%"), ("sparse", "90.0%")
+    ]  # fmt: skip
     (table_of_keys,) = re.findall(r'aria-label="differences of the recipes".*?</table>', text, re.S)
     assert re.findall(r"<tr><td.*?>(.*?)</td>", table_of_keys) == ["train_attention"]
 
@@ -157,4 +182,4 @@ def test_damaged_results_are_left_out_with_a_word(tmp_path, capsys):
     (tmp_path / "eval" / "eval.json").write_text('{"rows": [{"model": 1}]}')
     assert main(["report", str(tmp_path)]) == 0
     assert "eval.json is left out" in capsys.readouterr().err
-    assert Outline((tmp_path / "report.html").read_text()).sections == ["runs", "learning", "replay", "lengths"]
+    assert Outline((tmp_path / "report.html").read_text()).sections == ["learning", "replay", "lengths", "runs"]

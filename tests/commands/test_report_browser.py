@@ -5,9 +5,13 @@ The rules of accessibility are those of axe-core: set AXE to the path of its axe
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 from pathlib import Path
+from typing import Any
 
+import matplotlib.image
 import pytest
 import torch
 from browser import Tab, browser
@@ -134,3 +138,26 @@ def test_a_long_completion_opens_and_moves_quickly(tmp_path):
         times = tab.run(MOVES)
         assert times[len(times) // 2] <= 50, times
         assert tab.errors == []
+
+
+@pytest.mark.parametrize(("scheme", "paper"), [("light", "#ffffff"), ("dark", "#14171c")])
+def test_no_picture_has_a_background_or_an_ink_of_its_own(scheme, paper, report):
+    """The edge of a picture has the page's colour, and its ink contrasts; the control is a picture without the rule."""
+    expected = sum(int(paper[i : i + 2], 16) for i in (1, 3, 5)) / 3 / 255
+    with browser() as tab:
+        tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        tab.resize(1440, 1000)
+        tab.open(report)
+        shades = picture_shades(tab)
+        assert abs(shades[2, 2] - expected) < 0.01
+        assert max(shades.max() - expected, expected - shades.min()) > 0.6
+        tab.run("document.querySelector('figure img').style.filter = 'invert(0)'")
+        assert (abs(picture_shades(tab)[2, 2] - expected) < 0.01) == (scheme == "light")
+
+
+def picture_shades(tab: Tab) -> Any:
+    """Return the brightness of the first picture's pixels, float [height, width] from 0 to 1."""
+    box = tab.run("document.querySelector('figure img').getBoundingClientRect().toJSON()")
+    clip = {name: box[name] for name in ("x", "y", "width", "height")} | {"scale": 1}
+    shot = tab.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]
+    return matplotlib.image.imread(io.BytesIO(base64.b64decode(shot)))[..., :3].mean(-1)

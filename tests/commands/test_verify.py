@@ -143,6 +143,12 @@ def test_rollouts_of_every_policy_replay_exactly(name, rollouts, verified, workd
         shutil.copy(QUICKSTART / "tokenizer.json", workdir / "learned")
         shutil.copy(QUICKSTART / "tokenizer_config.json", workdir / "learned")
         words = ["model=learned"]
+    if name == "triattention":
+        shutil.copytree(QUICKSTART, workdir / "calibrated")
+        (workdir / "text.txt").write_text("Qa1b4c0d2?" * 40)
+        assert main(["calibrate", "calibrated", "text.txt"]) == 0
+        capfd.readouterr()
+        words = ["model=calibrated"]
     folder = rollouts(*words, f"cache={json.dumps(cache)}")
     status, report = verified(folder)
     assert status == 0

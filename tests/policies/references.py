@@ -15,6 +15,7 @@ docs/extending.md has the other steps.
 
 from __future__ import annotations
 
+import cmath
 import math
 from operator import mul
 from typing import Any
@@ -424,6 +425,53 @@ class AM(Life):
         return weights
 
 
+class TriAttention(Life):
+    """TriAttention scores entry j by the expected logits of future queries q at the positions n + d, d = 1, 2, 4, ...,
+    where n tokens were seen: sum_f |E q_f| |k_f| cos(w_f (n + d - j) + arg E q_f - arg k_f), averaged over d, plus
+    sum_f (1 - R_f) E|q_f| |k_f| with R_f = |E q_f| / E|q_f|. These are divided by their deviation from their mean over
+    the competing entries, and maximised over the query heads of a kv head.
+
+    queries : queries before RoPE, [Hq][T][D], over which the expectations E are taken
+    frequencies : w_f, [D / 2]
+    """
+
+    defaults = {"sinks": 0, "window": 0, "period": 128, "horizon": 65536}
+
+    def set(self, **parameters: Any) -> None:
+        super().set(**parameters)
+        self.frequencies = parameters["frequencies"]
+        half = len(self.frequencies)
+        self.mean, self.size = [], []
+        for queries in parameters["queries"]:
+            as_pairs = [[complex(q[f], q[f + half]) for f in range(half)] for q in queries]
+            self.mean.append([sum(x[f] for x in as_pairs) / len(queries) for f in range(half)])
+            self.size.append([sum(abs(x[f]) for x in as_pairs) / len(queries) for f in range(half)])
+
+    def expected(self, head: int, j: int) -> float:
+        key, half, score = self.k[head // self.group][j], len(self.frequencies), 0.0
+        distances = [2**n for n in range(64) if 2**n <= self.parameters["horizon"]]
+        for f, frequency in enumerate(self.frequencies):
+            unturned = complex(key[f], key[f + half]) * cmath.exp(-1j * frequency * j)
+            angle = cmath.phase(self.mean[head][f]) - cmath.phase(unturned)
+            waves = [math.cos(frequency * (self.now + 1 + d - j) + angle) for d in distances]
+            concentration = abs(self.mean[head][f]) / self.size[head][f]
+            score += abs(self.mean[head][f]) * abs(unturned) * sum(waves) / len(waves)
+            score += (1 - concentration) * self.size[head][f] * abs(unturned)
+        return score
+
+    def scores(self) -> list[dict[int, float]]:
+        result = []
+        for kv in range(self.kv_heads):
+            by_head = []
+            for head in self.heads(kv):
+                scores = {j: self.expected(head, j) for j in self.competing(kv)}
+                mean = sum(scores.values()) / len(scores)
+                deviation = math.sqrt(sum((x - mean) ** 2 for x in scores.values()) / len(scores))
+                by_head.append({j: (x - mean) / max(deviation, 1e-6) for j, x in scores.items()})
+            result.append({j: max(scores[j] for scores in by_head) for j in self.competing(kv)})
+        return result
+
+
 REFERENCES: dict[str, type[Life]] = {
     "full": Full,
     "streaming": Streaming,
@@ -436,4 +484,5 @@ REFERENCES: dict[str, type[Life]] = {
     "gkv": GKV,
     "cake": CAKE,
     "am": AM,
+    "triattention": TriAttention,
 }

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from judging import in_one_line
 
 from sparse_rl.config import yaml_fields
 from sparse_rl.methods.config import CONFIGS, PolicyConfig, accepted_parameters
@@ -101,3 +102,37 @@ def test_a_model_directory_stores_all_scorer_options(name: str, tmp_path: Path) 
         loaded = saved_policy(tmp_path)
         assert loaded is not None
         assert loaded.config == policy.config
+
+
+GROWING = {"tokens": [0, 8192, 32768], "entries": [512, 1024, 2048]}
+
+
+def test_a_growing_budget_is_stored_with_a_model(tmp_path: Path) -> None:
+    policy = make_policy("h2o", budget=GROWING)
+    assert policy.config.window == 256
+    save_policy(tmp_path, policy)
+    loaded = saved_policy(tmp_path)
+    assert loaded is not None
+    assert loaded.config == policy.config
+    assert loaded.schedule == policy.schedule
+    assert json.loads((tmp_path / "cache_policy.json").read_text())["budget"] == GROWING
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("gkv", {"entries": [512, 1024]}, "gkv: budget.entries: 3 tokens and 2 entries are not as many knots; "),
+        ("gkv", {"tokens": [], "entries": []}, "gkv: budget.entries: 0 tokens and 0 entries are not as many knots; "),
+        ("gkv", {"tokens": [0, 9000, 9000]}, "gkv: budget.tokens: 9000 after 9000 does not ascend; "),
+        ("gkv", {"entries": [512, 511, 2048]}, "gkv: budget.entries: 511 after 512 falls; "),
+        ("gkv", {"tokens": [0, 511, 9000]}, "gkv: budget.entries: from 512 to 1024 in 511 tokens is more than one "),
+        ("gkv", {"entries": [16, 1024, 2048]}, "gkv: budget: 16 must exceed window 16 "),
+        ("gkv", {"knots": 3}, "gkv: budget.knots: unknown key; "),
+        ("am", {}, "am: budget: expected a whole number >= 1, got "),
+        ("kvpop", {}, "kvpop: budget: expected a whole number >= 1, got "),
+        ("lined", {}, "cache policy 'lined' has no parameter 'budget'; "),
+    ],
+)
+def test_malformed_knots_are_refused_in_one_line(name: str, changed: dict, message: str) -> None:
+    line = in_one_line(lambda: make_policy(name, budget={**GROWING, **changed}))
+    assert str(line).startswith(message)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from feeding import Batch, Fed, dense_output, feed, lengths_around, ragged_batch, run_policy, small_parameters
-from policy_cases import BOUNDED, EVICTING, SAMPLED
+from policy_cases import BOUNDED, CALIBRATED, EVICTING, SAMPLED
 from references import GKV, NEVER, REFERENCES, Disagreement, over_max
 
 from sparse_rl.methods.config import CONFIGS
@@ -53,7 +53,7 @@ def test_each_policy_equals_its_reference(name: str, period: int, sinks: int, co
 
 
 def test_every_policy_has_a_reference() -> None:
-    assert set(REFERENCES) == set(SAMPLED), "every policy needs a reference in tests/policies/references.py"
+    assert set(REFERENCES) == {*SAMPLED, *CALIBRATED}, "every policy needs a reference in tests/policies/references.py"
 
 
 @pytest.mark.parametrize("pooling", [1, 7])

@@ -6,15 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 from feeding import small_parameters
-from growing import GrowingSchedule
 from policy_cases import SAMPLED
 
 from sparse_rl.policies import make_policy
-from sparse_rl.policies.schedule import EvictsBeforeAttending, NeverEvicts, Schedule
+from sparse_rl.policies.schedule import EvictsBeforeAttending, GrowingSchedule, NeverEvicts, Schedule
 
+KNOTS = [((0, 3), (10, 5), (20, 9)), ((7, 2), (9, 4), (30, 4)), ((5, 1), (12, 6))]
 SCHEDULES = [
     *(Schedule(budget, period) for budget in (1, 7, 12) for period in (1, 2, 8)),
-    *(GrowingSchedule(budget, period, share) for budget in (1, 7) for period in (1, 2, 8) for share in (2, 3, 8)),
+    *(GrowingSchedule(knots[0][1], period, knots) for knots in KNOTS for period in (1, 2, 8)),
     *(make_policy(name, **small_parameters(name, period=period)).schedule for name in SAMPLED for period in (1, 2, 8)),
     NeverEvicts(),
 ]
@@ -91,4 +91,23 @@ def test_schedules_report_if_they_evict_and_their_peak() -> None:
     assert not NeverEvicts().evicts
     assert Schedule(8, 3).peak == 11
     assert NeverEvicts().peak is None
-    assert GrowingSchedule(8).peak is None
+    assert make_policy("lined").schedule.peak is None
+    assert GrowingSchedule(3, 2, KNOTS[0]).peak == 11
+
+
+def test_a_budget_is_linear_between_knots_and_rounded_down() -> None:
+    schedule = GrowingSchedule(3, 1, KNOTS[0])
+    assert [schedule.left(9, seen) for seen in (0, 4, 5, 9, 10, 12, 13, 20, 99)] == [3, 3, 4, 4, 5, 5, 6, 9, 9]
+
+
+@pytest.mark.parametrize("entries", [(7, 7, 7), (7, 7, 8)])
+def test_a_constant_budget_as_a_function_equals_the_constant(entries: tuple[int, ...]) -> None:
+    """Control: a budget that grows by one entry differs."""
+    function, constant = GrowingSchedule(7, 4, tuple(zip((0, 9, 30), entries, strict=True))), Schedule(7, 4)
+    names = ("first", "left", "due", "held", "attended", "most_decoding", "most_held")
+    counts = [
+        [getattr(schedule, name)(*((p,) if name == "first" else (p, s))) for p in PROMPTS for s in range(p, p + STEPS)]
+        for schedule in (function, constant)
+        for name in names
+    ]
+    assert (counts[: len(names)] == counts[len(names) :]) == (len({*entries}) == 1)

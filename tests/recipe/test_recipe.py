@@ -173,7 +173,7 @@ def test_the_default_of_a_block_is_an_instance_of_its_class(cls):
         if dataclasses.is_dataclass(default):
             assert isinstance(default, hints[key])
             assert default == type(default)()
-            assert type(default) is hints[key] or issubclass(hints[key], NamedConfiguration)
+            assert type(default) in (hints[key], *get_args(hints[key])) or issubclass(hints[key], NamedConfiguration)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -539,7 +539,7 @@ def test_shipped_recipes_are_found_by_name(tmp_path, monkeypatch):
     (package / "quickstart" / "grpo.yaml").write_text(GRPO)
     (package / "qwen2.5-1.5b" / "sft.yaml").write_text(dump_yaml(make(SFT).resolved()))
     (package / "accelerate.yaml").write_text("distributed_type: NO\n")
-    monkeypatch.setattr(recipe_loading.importlib.resources, "files", lambda name: tmp_path / name)
+    monkeypatch.setattr(recipe_loading, "RECIPES", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
     assert recipes.list_recipes() == ["quickstart/grpo", "qwen2.5-1.5b/sft"]
     assert load_recipe("quickstart/grpo") == make()

@@ -200,6 +200,7 @@ def test_hostile_texts_neither_hang_nor_crash(name, style):
         "answers": [["42", "maybe " * 100_000]] * len(texts),
         "tests": [["assert add(1, 2) == 3"]] * len(texts),
         "completion_ids": [list(text.encode("utf-8", "replace")[:20_000]) for text in texts],
+        "reward": [0.5] * len(texts),
     }
     rewards = within(60, lambda: function(texts, **columns))
     assert len(rewards) == len(texts)
@@ -211,7 +212,7 @@ def test_rewards_survive_pickling(name):
     (function,), _ = make_rewards([{"name": name, **NEEDED.get(name, {})}])
     unpickled = pickle.loads(pickle.dumps(function))
     columns = {"answer": ["C", "B"], "answers": [["C"], ["B"]], "completion_ids": [[1] * 90, [1, 2, 3]]}
-    columns["tests"] = [["assert True"]] * 2
+    columns |= {"tests": [["assert True"]] * 2, "reward": [0.5, 1.0]}
     texts = ["\\boxed{C}\n```\npass\n```", "none"]
     assert unpickled(texts, **columns) == function(texts, **columns)
     assert len(set(function(texts, **columns))) == 2  # control: the two texts have different rewards

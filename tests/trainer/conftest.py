@@ -7,7 +7,6 @@ about half of the completions are truncated.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 from typing import Any
@@ -81,11 +80,8 @@ def grpo(tiny, tmp_path):
     """
     from rollout import make_engine
     from sparse_rl.models.load import load_tokenizer
-    from trainer.config import SparseGRPOConfig
-    from trainer.grpo.trainer import SparseGRPOTrainer, grpo_arguments
+    from trainer import SparseGRPOArguments, SparseGRPOTrainer
     from trainer.rundir import RunLog
-
-    sparse_fields = {field.name for field in dataclasses.fields(SparseGRPOConfig)}
 
     def make(
         name: str = "run",
@@ -105,22 +101,22 @@ def grpo(tiny, tmp_path):
         **settings: Any,
     ) -> SparseGRPOTrainer:
         folder = tmp_path / name
-        engine = {"model": own_weights, "dtype": own_dtype} if own_weights else {}
-        options = {**SETTINGS, **settings}
-        sparse = SparseGRPOConfig(**{key: options.pop(key) for key in sparse_fields & options.keys()})
+        sampled: dict[str, Any] = {"cache": policy}
+        if own_weights:
+            sampled = {"engine": make_engine("hf", model=own_weights, dtype=own_dtype, policy=policy)}
         folder.mkdir(exist_ok=True)
         data = problems(count + held_out)
         return trainer_class(
             model=model or tiny(family),
             reward_funcs=reward,
-            args=grpo_arguments(sparse, output_dir=str(folder), **options),
+            args=SparseGRPOArguments(output_dir=str(folder), **{**SETTINGS, **settings}),
             train_dataset=data.select(range(count)),
             eval_dataset=data.select(range(count, count + held_out)) if held_out else None,
             processing_class=load_tokenizer(tiny(family)),
             peft_config=peft_config,
             callbacks=[RunLog(folder), *callbacks],
-            make_engine=lambda live: make_engine("hf", **{"model": live, **engine}, policy=policy),
-            sleep=sleep,
+            rollout={"sleep": sleep, "progress": False},
+            **sampled,
         )
 
     return make

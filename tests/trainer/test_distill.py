@@ -24,14 +24,16 @@ from sparse_rl.experts import RouterReplay
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace
 from trainer.batch import Example
-from trainer.config import DistillationLossConfig, DistillConfig
+from trainer.config import DistillationLossConfig
 from trainer.distill import DistillArguments, DistillTrainer
 from trainer.losses import DistillationLoss
 
 LENGTHS = ((5, 20), (12, 9), (3, 31), (20, 2), (1, 12))
 POLICY = {"policy": "gkv", "budget": 10, "window": 3, "period": 4}
 DEEPER = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
-SETTINGS: dict[str, Any] = {"use_cpu": True, "report_to": [], "gradient_checkpointing": False, "disable_tqdm": True}
+SETTINGS: dict[str, Any] = {
+    "use_cpu": True, "bf16": False, "report_to": [], "gradient_checkpointing": False, "disable_tqdm": True,
+}  # fmt: skip
 
 
 def examples_of(recipe: Any) -> list[Any]:
@@ -55,11 +57,9 @@ def distill(new_model, rows, tmp_path):
         student = student or new_model(families[0])
         teacher = new_model(families[1], seed=5, num_hidden_layers=3, hidden_size=48, **deeper)
         engine = make_engine("hf", model=copy.deepcopy(student), policy=POLICY)
-        distill_options = {key: settings.pop(key) for key in ("packing",) if key in settings}
-        args = DistillArguments(
-            output_dir=str(tmp_path / "run"), distill=DistillConfig(**distill_options), **{**SETTINGS, **settings}
-        )
-        return DistillTrainer(student, teacher, engine, args, rows)
+        loss = vars(settings.pop("loss", DistillationLossConfig()))
+        args = DistillArguments(output_dir=str(tmp_path / "run"), **{**SETTINGS, **loss, **settings})
+        return DistillTrainer(student, args, rows, teacher=teacher, engine=engine)
 
     return make
 

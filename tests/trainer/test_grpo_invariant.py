@@ -150,6 +150,9 @@ def test_control_without_replay_a_correction_clips_the_ratio(metrics_of):
     lines = metrics_of(importance_correction="token_truncate", importance_clip=1.5, train_attention="full")
     assert all(line["ratio/p5"] < 0.9 and line["ratio/max"] > 1.5 and line["ratio/clipped"] > 0 for line in lines)
     assert all(line["sampling/importance_sampling_ratio/max"] <= 1.5 for line in lines)
+    quarters = [[line[f"ratio/p5_quarter{quarter}"] for quarter in (1, 2, 3, 4)] for line in lines]
+    assert all(min(values) <= line["ratio/p5"] <= max(values) for values, line in zip(quarters, lines, strict=True))
+    assert "ratio/p5_quarter1" not in metrics_of()[0]
 
 
 @pytest.mark.slow

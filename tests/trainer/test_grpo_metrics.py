@@ -4,10 +4,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 from trainer_runs import timeless, trained
+from transformers.integrations import TensorBoardCallback
 
 from sparse_rl.metrics import read_metrics
-from trainer.rundir import CompletionLog
+from trainer.grpo.metrics import PANELS as FIRST_PANELS
+from trainer.grpo.metrics import show_panels
+from trainer.rundir import CompletionLog, RunLog
 
 PANELS = {
     "replay": ("gap_mean", "gap_max", "k3"),
@@ -72,3 +77,25 @@ def test_a_reward_of_none_is_null_in_the_completions(tmp_path):
     log.on_log(None, SimpleNamespace(is_world_process_zero=True, global_step=3), None, logs={"reward": 0.5})
     lines = [json.loads(line, parse_constant=pytest.fail) for line in log.file.read_text().splitlines()]
     assert [(line["rewards/right"], line["rewards/some"]) for line in lines] == [(1.0, None), (0.0, 0.25)]
+
+
+@pytest.mark.parametrize("prefix", ["", "eval_"])
+def test_a_tracker_sorts_the_first_panels_before_all_other_metrics(prefix, tmp_path):
+    names = [
+        *FIRST_PANELS,
+        *(f"{panel}/{name}" for panel, names in PANELS.items() for name in names),
+        "aux",
+        "rewards/x",
+    ]
+    logs = {prefix + name: float(i) for i, name in enumerate(names)} | {"epoch": 1.0}
+    tracker, file = TensorBoardCallback(SummaryWriter(str(tmp_path))), RunLog(tmp_path)
+    show_panels([tracker, file])
+    state = SimpleNamespace(is_world_process_zero=True, global_step=3)
+    for callback in (tracker, file):
+        callback.on_log(None, state, None, logs=logs)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    group = sorted(tag for tag in events.Tags()["scalars"] if tag.startswith("eval/" if prefix else "train/"))
+    assert [tag.split("/", 1)[1] for tag in group[:6]] == list(FIRST_PANELS.values())
+    for tag, name in zip(group[:6], FIRST_PANELS, strict=True):
+        assert events.Scalars(tag)[0].value == logs[prefix + name]
+    assert read_metrics(tmp_path) == [{"step": 3, **logs}]

@@ -31,7 +31,7 @@ from sparse_rl.models.load import load_model
 from sparse_rl.policies.make import make_policy
 from sparse_rl.trace import EvictionTrace
 from trainer.batch import Example
-from trainer.config import DistillationLossConfig, KVpopConfig
+from trainer.config import DistillationLossConfig
 from trainer.losses import ScorerLoss
 from trainer.retrofit import KVpopArguments, KVpopTrainer, _warm_cosine
 
@@ -62,9 +62,8 @@ def kvpop(new_model, tmp_path):
         teacher = new_model("llama", seed=5, num_hidden_layers=3, hidden_size=48)
         options = {key: settings.pop(key) for key in ("train_base",) if key in settings}
         options["boundary"] = BoundaryConfig(queries=None)
-        args = KVpopArguments(
-            output_dir=str(tmp_path / "run"), kvpop=KVpopConfig(**options), **{**SETTINGS, **settings}
-        )
+        options |= vars(settings.pop("loss", DistillationLossConfig()))
+        args = KVpopArguments(output_dir=str(tmp_path / "run"), **options, **{**SETTINGS, **settings})
         return KVpopTrainer(student, teacher, policy, args, rows())
 
     return make

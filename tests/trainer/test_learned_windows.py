@@ -25,7 +25,6 @@ from sparse_rl.models.load import head_of, load_model
 from sparse_rl.policies import Policy, make_policy
 from sparse_rl.recipe import make_recipe
 from trainer.batch import Batch, Example, trace_of
-from trainer.config import KVpopConfig
 from trainer.grpo.metrics import held_entries
 from trainer.losses import ScorerLoss
 from trainer.retrofit import GateTrainer, KVpopArguments, KVpopTrainer
@@ -62,7 +61,7 @@ def trainer_of(tmp_path):
 
     def make(model: Any, policy: Any, examples: list[Example]) -> KVpopTrainer:
         plain: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
-        args = KVpopArguments(output_dir=str(tmp_path / "run"), kvpop=KVpopConfig(), **plain)
+        args = KVpopArguments(output_dir=str(tmp_path / "run"), top_k=None, **plain)
         kind = GateTrainer if policy.name == "dms" else KVpopTrainer
         return kind(model, model, policy, args, examples)
 

@@ -17,9 +17,9 @@ from transformers import TrainingArguments
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import make_recipe
 from trainer.arguments import ReplayedArguments
-from trainer.config import SFTConfig, SparseGRPOConfig
+from trainer.config import SFTConfig
 from trainer.distill import DistillArguments, DistillTrainer
-from trainer.grpo.trainer import SparseGRPOArguments, check_made, grpo_arguments
+from trainer.grpo.trainer import SparseGRPOArguments, check_made
 from trainer.options import REFUSED, instead
 from trainer.retrofit import KVpopArguments
 from trainer.sft import make_trainer
@@ -41,7 +41,7 @@ def arguments(kind: str, folder: Path, **options: Any) -> Any:
     """Make a trainer's arguments as a Python caller does."""
     all_options = {"output_dir": str(folder), **CPU, **options}
     if kind == "grpo":
-        return grpo_arguments(SparseGRPOConfig(), **all_options)
+        return SparseGRPOArguments(**all_options)
     if kind == "sft":
         return make_trainer("nowhere", SFTConfig(), all_options, None, None, None, ())
     return {"distill": DistillArguments, "kvpop": KVpopArguments}[kind](**all_options)
@@ -81,7 +81,7 @@ def test_grpo_refuses_the_expected_options():
 def test_arguments_that_are_constructed_directly_are_checked_too(tmp_path):
     with pytest.raises(UserError, match=r"use_vllm: not an option here: use the key rollout\.engine"):
         SparseGRPOArguments(output_dir=str(tmp_path), **CPU, use_vllm=True)
-    grpo_args = SparseGRPOArguments(output_dir=str(tmp_path), **CPU, sparse=SparseGRPOConfig(importance_clip=5.0))
+    grpo_args = SparseGRPOArguments(output_dir=str(tmp_path), **CPU, importance_clip=5.0)
     assert (grpo_args.vllm_importance_sampling_mode, grpo_args.vllm_importance_sampling_clip_max) == (
         "token_truncate",
         5.0,
@@ -110,8 +110,13 @@ def test_gradient_checkpointing_is_never_reentrant(kind, tmp_path):
         ({"tools": [len]}, "tools: a trace covers one completion"),
         ({"environment_factory": dict}, "environment_factory: a trace covers one completion"),
         ({"rollout_func": print}, "rollout_func: a trace covers one completion"),
-        ({"args": trl.GRPOConfig("o", **CPU)}, r"args: must be made by grpo_arguments .*, got GRPOConfig"),
-        ({"args": None}, "args: must be made by grpo_arguments .*, got NoneType"),
+        ({"args": TrainingArguments("o", **CPU)}, "args: must be of class SparseGRPOArguments .* or GRPOConfig, got T"),
+        ({"args": trl.GRPOConfig("o", **CPU, repetition_penalty=2.0)}, "repetition_penalty: not an option here"),
+        ({"rollout": ["hf"]}, "rollout: must be a mapping of keys such as max_batch, got list"),
+        ({"rollout": {"max_bach": 2}}, "rollout.max_bach: unknown key; did you mean rollout.max_batch"),
+        ({"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel: in training each process"),
+        ({"cache": {"policy": "gkv"}}, "cache policy 'gkv' needs a budget"),
+        ({"engine": SimpleNamespace()}, "cache: the given engine has a policy of its own; remove cache"),
         ({"peft_config": PREFIX}, "peft_config: only LoRA adapters .*, got PrefixTuningConfig"),
         ({"peft_config": PROMPT}, "peft_config: only LoRA adapters .*, got PromptTuningConfig"),
         ({"peft_config": peft.IA3Config()}, "peft_config: only LoRA adapters .*, got IA3Config"),
@@ -133,9 +138,8 @@ def test_a_model_with_adapters_other_than_lora_is_refused(grpo, new_model):
     model = peft.get_peft_model(new_model("qwen3"), PROMPT)
     with pytest.raises(UserError, match="only LoRA adapters can be trained under evictions, got PromptTuningConfig"):
         grpo(model=model)
-    engine: Any = None
     with pytest.raises(UserError, match="only LoRA adapters can be trained under evictions, got PromptTuningConfig"):
-        DistillTrainer(model, new_model("qwen3"), engine, engine, [])
+        DistillTrainer(model, train_dataset=[])
 
 
 def test_sync_ref_model_needs_a_separate_reference_model(grpo):

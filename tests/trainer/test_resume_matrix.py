@@ -107,13 +107,6 @@ def check_resume(command, tmp_path, kind, *words, stops=(7,), **options):
 def test_resume_is_exact_under_every_zero_stage(kind, stage, processes, command, tmp_path):
     stops = (3, 4, 7) if stage == 0 else (7,)  # mid-buffer; end of the first epoch; mid-buffer in the second
     check_resume(command, tmp_path, kind, f"launch.zero_stage={stage}", stops=stops, processes=processes)
-    if (stage, processes, kind) == (2, 2, "sft"):  # a changed recipe is refused, and the error names the keys
-        on_one_process = command(kind, "run", f"launch.zero_stage={stage}", "--resume", processes=1)
-        assert on_one_process.returncode == 2
-        assert "launch.processes was 2 and is now 1" in on_one_process.stderr
-        under_zero_3 = command(kind, "run", "launch.zero_stage=3", "--resume", processes=2)
-        assert under_zero_3.returncode == 2
-        assert "launch.zero_stage was 2 and is now 3" in under_zero_3.stderr
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from sparse_rl.errors import LONGEST, UserError
 from sparse_rl.metrics import METRICS_FILE, read_metrics
-from sparse_rl.recipe import Recipe, make_recipe, resume
+from sparse_rl.recipe import Recipe, make_recipe
+from trainer import checkpoint as written
 from trainer.checkpoint import (
     _checksum,
     checkpoints,
@@ -70,7 +71,7 @@ def checkpoint(folder: Path, step: int, of=None, **fields) -> Path:
 
 
 def checkpoint_to_resume(recipe: Recipe, place: str) -> Path:
-    return resume.checkpoint_to_resume(recipe.resolved(), place)
+    return written.checkpoint_to_resume(place, recipe.resolved())
 
 
 def test_a_used_directory_is_refused_if_files_would_be_lost(tmp_path):
@@ -230,12 +231,18 @@ def test_a_damaged_checkpoint_is_named_and_the_checkpoint_before_is_used(kind, t
     refuse_used(recipe.output_dir)
 
 
-def test_resuming_with_another_number_of_processes_is_refused(tmp_path, monkeypatch):
+def test_another_number_of_processes_needs_updates_of_the_same_size(tmp_path, monkeypatch, caplog):
     two = recipe_of(tmp_path, launch={"processes": 2})
     checkpoint(tmp_path, 3, two)
-    message = r"checkpoint-3 was written with another recipe: launch\.processes was 2 and is now 1"
-    with pytest.raises(UserError, match=message):
+    rows = two.training.per_device_train_batch_size * 2
+    message = f"an update had {rows} rows, and has {rows // 2} now; set per_device_train_batch_size × gradient_acc"
+    with pytest.raises(UserError, match=f"--resume: {message}umulation_steps to {rows}"):
         checkpoint_to_resume(recipe_of(tmp_path), "newest")
+    with pytest.raises(UserError, match=r"launch\.zero_stage: was 0 and is now 2"):
+        checkpoint_to_resume(recipe_of(tmp_path, launch={"processes": 2, "zero_stage": 2}), "newest")
+    larger = recipe_of(tmp_path, f"per_device_train_batch_size={rows}")
+    assert checkpoint_to_resume(larger, "newest").name == "checkpoint-3"
+    assert "launch.processes, per_device_train_batch_size changed: the resumed run may differ" in caplog.text
     assert checkpoint_to_resume(two, "newest").name == "checkpoint-3"
     with pytest.raises(UserError, match=r"launch\.processes.*is 2, but 1 processes were started"):
         check_world(two.launch.processes)

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from rollout import make_engine
 from sparse_rl.errors import NotFiniteError, UserError
 from trainer.batch import Example
-from trainer.config import DistillationLossConfig
 from trainer.distill import DistillArguments, DistillTrainer
 from trainer.teacher import (
     TeacherCache,
@@ -61,9 +60,10 @@ def losses(new_model, teacher, rows, tmp_path):
         args = DistillArguments(
             output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4,
             logging_steps=1, per_device_train_batch_size=5, learning_rate=1e-2, save_strategy="no", seed=1,
-            loss=DistillationLossConfig(temperature=TEMPERATURE, top_k=TOP),
+            bf16=False, lr_scheduler_type="linear", temperature=TEMPERATURE, top_k=TOP,
         )  # fmt: skip
-        trainer = DistillTrainer(student, copy.deepcopy(teacher) if cache is None else cache, engine, args, rows)
+        taught_by = copy.deepcopy(teacher) if cache is None else cache
+        trainer = DistillTrainer(student, args, rows, teacher=taught_by, engine=engine)
         trainer.train()
         return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 

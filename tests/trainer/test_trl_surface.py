@@ -15,6 +15,7 @@ import deepspeed.ops
 import pytest
 import transformers
 from accelerate import Accelerator
+from deepspeed.checkpoint import ds_to_universal
 from transformers.integrations import deepspeed as hf_deepspeed
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
@@ -54,6 +55,7 @@ METHODS = {
             "language license tags model_name finetuned_from tasks dataset_tags dataset dataset_args"
         ),
         "save_model": "output_dir _internal_call",
+        "train": "resume_from_checkpoint trial ignore_keys_for_eval",
         "_load_rng_state": "checkpoint",
         "_prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
         "log": "logs start_time",
@@ -76,6 +78,7 @@ FUNCTIONS: dict[Callable, str] = {
         "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs"
     ),
     hf_deepspeed.unset_hf_deepspeed_config: "",
+    ds_to_universal.main: "args",
     create_model_from_path: "model_id architecture kwargs",
     maybe_gather_lm_head_ctx: "params",
 }
@@ -143,7 +146,7 @@ def test_the_table_lists_every_name():
     checked = {f"{owner.__name__}.{name}" for owner, names in METHODS.items() for name in names if name != "__init__"}
     checked |= {f"{owner.__name__}.{name}" for owner, names in ATTRIBUTES.items() for name in names.split()}
     checked |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}
-    checked |= {"create_model_from_path", "maybe_gather_lm_head_ctx"}
+    checked |= {"create_model_from_path", "maybe_gather_lm_head_ctx", "INTEGRATION_TO_CALLBACK"}
     checked |= {"TrainingArguments.logging_nan_inf_filter", "Accelerator.optimizer_step_was_skipped"}
     checked |= {"unset_hf_deepspeed_config", "deepspeed.ops.__compatible_ops__"}
     section = DOCUMENT.read_text().split("## TRL and transformers")[1].split("\n## ")[0]

@@ -9,15 +9,19 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rollout.engine import Rollout
+from rollout.measure.mismatch import percentile
+from rollout.recorded import RecordedRollouts
 from sparse_rl.attention.families import policy_shape
 from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.metrics import no_lesson
@@ -26,6 +30,15 @@ from sparse_rl.policies.base import Policy
 
 logger = logging.getLogger("sparse_rl")
 PARTS = ("sync", "generate", "rewards", "logprobs")
+# Trackers sort by name, so the metrics that one opens first are logged there under these names, too.
+PANELS = {
+    "reward": "1_reward",
+    "replay/gap_mean": "2_replay_gap",
+    "cache/retention": "3_cache_retention",
+    "completions/mean_length": "4_completion_length",
+    "entropy": "5_entropy",
+    "time/tokens_per_second": "6_tokens_per_second",
+}
 
 
 class StepClock:
@@ -103,14 +116,15 @@ def gap_metrics(gap: Tensor, ratio: Tensor, clip: float, truncated: bool = False
         return {}
     gap, ratio = gap.double(), ratio.double()
     weights = ratio.exp()
-    ordered = weights.sort().values  # torch.quantile does not take more than 2**24 values
+    ordered = weights.sort().values
     values = {
         "replay/gap_mean": gap.abs().mean(),
         "replay/gap_max": gap.abs().max(),
         "replay/k3": (gap.expm1() - gap).mean(),  # Schulman's unbiased estimate of KL(sampler || trainer)
         "ratio/mean": weights.mean(),
-        "ratio/p5": ordered[round(0.05 * (len(ordered) - 1))],
-        "ratio/p95": ordered[round(0.95 * (len(ordered) - 1))],
+        "ratio/min": ordered[0],
+        "ratio/p5": percentile(ordered, 0.05),
+        "ratio/p95": percentile(ordered, 0.95),
         "ratio/max": weights.max(),
         "ratio/clipped": (weights > clip).double().mean(),
     }
@@ -151,10 +165,10 @@ def over_processes(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(values) if name in largest else sum(values) / len(values) for name, values in gathered.items()}
 
 
-def held_entries(rollouts: Sequence[Rollout], policy: Policy) -> list[int]:
+def held_entries(rollouts: Sequence[Rollout], policy: Policy, recorded: bool = False) -> list[int]:
     """Return the peak number of cache entries of each sequence, prefill included, as a mean over the layers without a
-    sliding window and kv heads, rounded up."""
-    if policy.schedule.counts_vary or not policy.schedule.evicts:  # contexts may be compacted before the policy's work
+    sliding window and kv heads, rounded up. recorded : True if another policy than `policy` may have evicted"""
+    if recorded or policy.schedule.counts_vary or not policy.schedule.evicts:  # contexts may be compacted before
         peaks = [float(r.trace.policy_part().peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
         return [max(len(r.prompt_ids), math.ceil(peak)) for r, peak in zip(rollouts, peaks, strict=True)]
     return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
@@ -188,6 +202,23 @@ def check_gap(what: str, mean: float, limit: float) -> None:
         raise ReplayGapError(f"{what}: {name} is {mean:.2e}, beyond the limit {limit:.2e}. {causes}")
 
 
+def with_panels(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the logs of training or validation, after the numbers of PANELS that they contain."""
+    named = [(prefix + name, prefix + panel) for prefix in ("", "eval_") for name, panel in PANELS.items()]
+    return {**{panel: logs[name] for name, panel in named if logs.get(name) is not None}, **logs}
+
+
+def show_panels(callbacks: Iterable[Any]) -> None:
+    """Make the callbacks of trackers (W&B, TensorBoard, trackio) log PANELS, but no other callback."""
+
+    def log(on_log: Callable, *given: Any, logs: dict[str, Any], **more: Any) -> None:
+        on_log(*given, logs=with_panels(logs), **more)
+
+    for callback in callbacks:
+        if type(callback) in INTEGRATION_TO_CALLBACK.values():
+            callback.on_log = partial(log, callback.on_log)
+
+
 class GRPOMetrics:
     """Records metrics for a trainer, in the trainer's current mode (train or eval), and applies the replay guard.
 
@@ -203,6 +234,8 @@ class GRPOMetrics:
     def record_gap(self, batch: dict[str, Any], logprobs: Tensor) -> None:
         """Record the gap of TRL's batch, before the first update since it was sampled, and apply the replay guard.
 
+        Under `train_attention: full` there is no guard, and the ratio's percentile is recorded by the token's place.
+
         logprobs : `TracedBatch.logprobs`
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
@@ -210,13 +243,36 @@ class GRPOMetrics:
         kept, whole = logprobs
         gap = (whole - batch["model_per_token_logps"])[real]
         ratio = (kept - batch["sampling_per_token_logps"])[real]
-        local = torch.stack([gap, ratio, torch.ones_like(gap)]).float()
+        place = torch.arange(real.shape[1], device=real.device).expand_as(real)[real]
+        quarter = 1 + (4 * place // trainer.args.max_completion_length).clamp(max=3)
+        local = torch.stack([gap, ratio, quarter.to(gap)]).float()
         gathered = accelerator.gather(accelerator.pad_across_processes(local, dim=1)[None])
         gathered = gathered.transpose(0, 1).reshape(3, -1).cpu()
-        pair = gathered[:2, gathered[2] > 0]
+        pair, quarters = gathered[:2, gathered[2] > 0], gathered[2][gathered[2] > 0]
         self.gaps[trainer.mode].append(pair)
         if trainer.args.sparse.train_attention == "replay":
             trainer.weight_sync.check(pair[0])
+            return
+        for quarter in quarters.unique().int().tolist():
+            weights = pair[1, quarters == quarter].double().exp()
+            self._note(f"ratio/p5_quarter{quarter}", float(percentile(weights.sort().values, 0.05)))
+
+    def record_kept(self, batch: dict[str, Any], sampled: Any, below: float) -> Tensor:
+        """Return the completions of which no token has p_trainer / p_sampler below `below`, bool [rows], and record
+        their share of all completions, and their mean reward.
+
+        batch, sampled : TRL's batch and its TracedBatch, after the first forward pass
+        """
+        trainer = self.trainer
+        ratio = sampled.logprobs[0] - batch["sampling_per_token_logps"]
+        smallest = ratio.masked_fill(~batch["completion_mask"].bool(), 0.0).amin(dim=1)
+        kept = smallest >= math.log(below)
+        everywhere = trainer.accelerator.gather(kept)
+        self._note("rejection/kept", float(everywhere.double().mean()))
+        rewards = (sampled.rewards * trainer.reward_weights.to(sampled.rewards.device)).nansum(dim=1)
+        if everywhere.any():
+            self._note("rejection/kept_reward", float(rewards[everywhere].mean()))
+        return kept
 
     def record_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Record retention, peak cache bytes and bytes of a full cache, for the layers without a sliding window; and
@@ -225,7 +281,11 @@ class GRPOMetrics:
         layers, kv_heads, head_dim = policy_shape(base_of(accelerator.unwrap_model(trainer.model)).config)
         per_entry = 2 * layers * kv_heads * head_dim * (2 if trainer.args.bf16 or trainer.args.fp16 else 4)
         retention = sum(r.trace.retention() for r in rollouts)
-        held, fed = sum(held_entries(rollouts, trainer.engine.policy)), sum(len(r.trace) - 1 for r in rollouts)
+        recorded = isinstance(trainer.engine, RecordedRollouts)
+        held, fed = (
+            sum(held_entries(rollouts, trainer.engine.policy, recorded)),
+            sum(len(r.trace) - 1 for r in rollouts),
+        )
         sampled = sum(len(r.completion_ids) for r in rollouts)
         support = 0, 0, 0.0
         if trainer.sampling.truncated_support:
@@ -243,7 +303,8 @@ class GRPOMetrics:
         if trainer.sampling.truncated_support:
             for name, total in zip(("size", "single", "mass"), support, strict=True):
                 self._note(f"support/{name}", total / tokens)
-        self.record_policy(max(rollouts, key=lambda r: len(r.trace)))
+        if not recorded or trainer.engine.same_policy:
+            self.record_policy(max(rollouts, key=lambda r: len(r.trace)))
 
     def warn_if_nothing_is_learnt(self) -> None:
         """Warn once for each reason why nothing can be learnt from the newest batches."""

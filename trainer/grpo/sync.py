@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout.engine import Engine, SamplingConfig
+from rollout.engine import SamplingConfig
+from rollout.recorded import RecordedRollouts
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.load import base_of
 from trainer.grpo.metrics import TOLERANCES, Tolerance, check_gap
@@ -30,15 +31,23 @@ class WeightSync:
     synced, probed : step whose weights the engine's copy has, and step at which the weights were last probed
     """
 
-    def __init__(self, engine: Engine, trainer: Any, sleep: bool) -> None:
-        self.engine, self.trainer = engine, trainer
+    def __init__(self, engine: Any, trainer: Any, sleep: bool) -> None:
+        self.engine: Any = engine
+        self.trainer = trainer
         self.guard = trainer.args.sparse.replay_guard
         self.sleeper = cast(Any, engine) if sleep and hasattr(engine, "sleep") else None
         self.limit: float | None = None
         self.synced: int | None = None
         self.probed: int | None = None
+        if isinstance(engine, RecordedRollouts) and engine.same_weights:
+            floors = [TOLERANCES[getattr(torch, dtype)].floor for dtype in engine.dtypes]
+            self.limit = self.guard.floor or max(self._defaults().floor, *floors)
         if self.sleeper is not None:
             self.sleeper.sleep(DROPPED)
+
+    def _defaults(self) -> Tolerance:
+        args = self.trainer.args
+        return TOLERANCES[torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32]
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -67,7 +76,7 @@ class WeightSync:
     def _probe(self) -> None:
         """Compare the log-probs of engine and trainer on texts that the engine samples without any eviction."""
         trainer, args = self.trainer, self.trainer.args
-        defaults = TOLERANCES[torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32]
+        defaults = self._defaults()
         tolerance = Tolerance(self.guard.floor or defaults.floor, self.guard.factor or defaults.factor)
         model = base_of(trainer.accelerator.unwrap_model(trainer.model))
         prompts, count = self._probe_prompts()
@@ -104,6 +113,10 @@ class WeightSync:
         return prompts, max(1, min(PROBE_TOKENS, trainer.max_completion_length, room))
 
     def check(self, gap: Tensor) -> None:
-        """Raise ReplayGapError if the guard is enabled and the mean |gap| of a batch, float [N], is above the limit."""
-        if self.guard.enabled and self.limit is not None:
+        """Raise ReplayGapError if the guard is enabled and the mean |gap| of a batch, float [N], is above the limit.
+
+        Recorded rollouts are only checked before the first update, and only if the sampler had the model's weights.
+        """
+        updated = isinstance(self.engine, RecordedRollouts) and self.trainer.state.global_step > 0
+        if self.guard.enabled and self.limit is not None and not updated:
             check_gap("replay gap", float(gap.abs().mean()) if gap.numel() else 0.0, self.limit)

@@ -7,7 +7,8 @@ The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 - with `train_attention: replay`, every forward pass of the trained and the reference model replays the trace; with
   `full`, the traces are ignored, which is the mismatched control (RL-Full is the cache policy `full`);
 - loss_type is `grpo` by default: the token-level clipped ratio averaged per response (G-KV eq. 6);
-- truncated outputs have advantage 0 (G-KV), and their reward still counts in the group's baseline;
+- truncated outputs have advantage 0 (G-KV), and so have those that `rejection` rejects; their reward still counts in
+  the group's baseline;
 - our setting importance_correction selects TRL's importance correction;
 - where top-p, top-k or min-p truncate the sampler's distribution, all models score a token among the tokens that its
   draw kept, and the loss is that of the truncated policy;
@@ -19,10 +20,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -34,7 +36,12 @@ from trl.models.utils import _ForwardRedirection
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, maybe_gather_lm_head_ctx
 
+from rollout.config import RolloutConfig
+from rollout.context.config import PromptCacheConfig
+from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, Rollout, SamplingConfig
+from rollout.recorded import RecordedRollouts
+from sparse_rl.attention.families import context_length
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
 from sparse_rl.attention.views import make_view
@@ -44,51 +51,47 @@ from sparse_rl.experts import RouterReplay, balancing_loss, has_experts
 from sparse_rl.models.load import base_of
 from sparse_rl.trace import EvictionTrace, Supports
 from sparse_rl.trace.sections import SUPPORT
-from trainer.arguments import ReplayedArguments, check_adapters
+from trainer.arguments import ReplayedArguments, check_adapters, model_options, weights_dtype, with_settings
 from trainer.base import Resumable, text_parts
-from trainer.config import ScorersConfig, SparseGRPOConfig
-from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock
+from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig
+from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock, show_panels
 from trainer.grpo.sync import WeightSync
-from trainer.weights import load_reference, reference_state
+from trainer.sampler import SamplerSettings
+from trainer.weights import carry_scorers, load_reference, reference_state
 
 
-@dataclass
+@with_settings(TrainingConfig, SparseGRPOConfig)
 class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
-    """TRL's GRPOConfig with our configuration as additional fields. Use `grpo_arguments` to build it."""
+    """TRL's GRPOConfig with the further keys of a GRPO recipe, and with a recipe's defaults.
 
-    kind: ClassVar[str] = "grpo"
-    sparse: SparseGRPOConfig = field(default_factory=SparseGRPOConfig)
-    scorers: ScorersConfig | None = None
+    It takes every option of GRPOConfig, and as keyword arguments of the same level the keys of `sparse-rl keys grpo`
+    that set the algorithm (`train_attention`, `importance_correction`, `replay_guard`, ...).
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sparse.check_options(vars(self))
-        if self.sparse.importance_correction != "none":
-            self.vllm_importance_sampling_mode = self.sparse.importance_correction
-            self.vllm_importance_sampling_clip_max = self.sparse.importance_clip
-
-
-def grpo_arguments(
-    sparse: SparseGRPOConfig, *, model_init_kwargs: dict[str, Any] | None = None, **options: Any
-) -> SparseGRPOArguments:
-    """Return the arguments of a SparseGRPOTrainer. Fields that TRL and `sparse` share get the values of `sparse`.
-
-    options : options of TRL and transformers (trainer.arguments.training_options), and fields of SparseGRPOArguments
+    scorers : settings for training the scorers of a learned policy further; None leaves them unchanged
 
     Raises UserError for an option that this project, TRL or transformers refuses.
     """
-    trl_names = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
-    shared = {f.name: getattr(sparse, f.name) for f in dataclasses.fields(sparse) if f.name in trl_names}
-    shared["top_k"] = sparse.top_k or 0
-    shared["model_init_kwargs"] = {**(model_init_kwargs or {}), "attn_implementation": ATTENTION}
-    return SparseGRPOArguments(sparse=sparse, **shared, **options)
+
+    kind: ClassVar[str] = "grpo"
+    library: ClassVar[Any] = trl.GRPOConfig
+    scorers: ScorersConfig | None = None
+
+    @cached_property
+    def sparse(self) -> SparseGRPOConfig:
+        """The settings of RL under a sparse cache."""
+        return self.settings(SparseGRPOConfig, top_k=self.top_k or None, min_p=self.min_p or 0.0)
+
+    def __post_init__(self) -> None:
+        sparse, self.top_k = self.sparse, self.top_k or 0
+        super().__post_init__()
+        sparse.check_options(vars(self))
+        if sparse.importance_correction != "none":
+            self.vllm_importance_sampling_mode = sparse.importance_correction
+            self.vllm_importance_sampling_clip_max = sparse.importance_clip
 
 
 def _check_given(given: Mapping[str, Any]) -> None:
     """Raise UserError if SparseGRPOTrainer does not support one of the parameters `given` to GRPOTrainer."""
-    if not isinstance(args := given.get("args"), SparseGRPOArguments):
-        wrong = f"must be made by grpo_arguments (trainer/grpo/trainer.py), got {type(args).__name__}"
-        raise UserError(wrong, "args")
     for name in ("tools", "environment_factory", "rollout_func"):
         if given.get(name):
             raise UserError(f"a trace covers one completion, sampled in one call of our engine; remove {name}", name)
@@ -164,10 +167,16 @@ class TruncatedOutput(FusedCausalLMOutput):
 class SparseGRPOTrainer(Resumable, GRPOTrainer):
     """GRPO under a sparse cache.
 
-    It takes the parameters of GRPOTrainer, with `args` from `grpo_arguments`, and:
+    It takes the parameters of GRPOTrainer, with `args` a SparseGRPOArguments or a GRPOConfig (or None), and:
 
-    make_engine : function from the live transformers model to the engine; called once, before training needs memory
-    sleep : True frees the engine's memory while the weights are updated, if the engine supports this
+    cache : cache policy under which it samples and trains: a name, a mapping {"policy": name, its parameters}, or an
+        object; None means the policy saved with the model, or a full cache
+    prompt_cache : settings for compacting the context of each row (column `context`) once, keys of the block
+        `prompt_cache` of a recipe; None means that the context is part of each prompt
+    rollout : settings of the engine, keys of the block `rollout` of a recipe; {"engine": "hf"} is the default
+    engine : an engine of the caller, or RecordedRollouts whose rows the datasets hold, in the place of `cache` and
+        `rollout`
+    max_prompt_tokens : length of the longest prompt, for which vllm plans its cache; None means unknown
     thinking : value that is passed to the chat template, to turn thinking on or off
     """
 
@@ -175,17 +184,38 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     def __init__(
         self,
-        *args: Any,
-        make_engine: Callable[[Any], Engine],
-        sleep: bool = False,
+        *positional: Any,
+        cache: Any = None,
+        prompt_cache: PromptCacheConfig | Mapping[str, Any] | None = None,
+        rollout: RolloutConfig | Mapping[str, Any] | None = None,
+        engine: Engine | RecordedRollouts | None = None,
+        max_prompt_tokens: int | None = None,
         thinking: bool | None = None,
-        **kwargs: Any,
+        **named: Any,
     ) -> None:
-        _check_given(inspect.signature(GRPOTrainer).bind(*args, **kwargs).arguments)
+        given = inspect.signature(GRPOTrainer).bind(*positional, **named).arguments
+        given["args"] = args = SparseGRPOArguments.of(given.get("args"))
+        _check_given(given)
+        model, adapted = given["model"], given.get("peft_config") is not None or hasattr(given["model"], "peft_config")
+        self.sampler = SamplerSettings.of(model, cache, rollout, engine, args, adapted, prompt_cache)
+        if isinstance(model, (str, Path)):
+            given["model"] = self.sampler.place
+            options, own = model_options(weights_dtype(args.dtype, args.zero_stage, adapted)), args.model_init_kwargs
+            args.model_init_kwargs = {**options, **cast(dict, own or {}), "attn_implementation": ATTENTION}
+        if given.get("processing_class") is None:
+            given["processing_class"] = self.sampler.tokenizer()
         self.thinking = thinking
         with text_parts(grpo_trainer):
-            super().__init__(*args, **kwargs)
+            super().__init__(**given)
         check_made(self)
+        count, need = (
+            len(cast(Any, self.train_dataset)),
+            cast(int, args.generation_batch_size) // args.sparse.num_generations,
+        )
+        if count < need:
+            wrong = f"holds {count} prompts, but one generation takes {need}; lower the batch, or add data"
+            raise UserError(wrong, "train_dataset")
+        show_panels(self.callback_handler.callbacks)
         for model in filter(None, (self.model, self.ref_model)):
             adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model
             refuse_reentrant_checkpointing(model)
@@ -202,17 +232,26 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             stop_token_ids=self.eos_token_ids,
         )
         self.clock = StepClock()
-        self.engine = make_engine(base_of(self.accelerator.unwrap_model(self.model)))
+        live = base_of(self.accelerator.unwrap_model(self.model))
+        args.settle_kernel(live.config)
+        carry_scorers(live, self.sampler.policy, self.sampler.place)
+        lengths = max_prompt_tokens, self.sampling.max_tokens
+        about = None
+        if self.sampler.prompt_cache is not None:
+            about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class)
+        self.engine = self.sampler.open(live, self.sampler.place or live, live, args, *lengths, about)
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
         if self.args.sync_ref_model and self.learned_policy is not None:
             raise UserError("the reference model lacks the scorers of the model; remove this key", "sync_ref_model")
-        self.weight_sync, self.own_metrics = WeightSync(self.engine, self, sleep), GRPOMetrics(self)
+        self.weight_sync = WeightSync(self.engine, self, self.sampler.rollout.sleep)
+        self.own_metrics = GRPOMetrics(self)
         self._redirect = _ForwardRedirection()
         self.batch = TracedBatch()
         self._generations = 0  # number of generations so far, for the sampling seed
 
     @property
     def mode(self) -> str:
+        """The word "train", or "eval" in a validation."""
         return "train" if cast(Any, self.model).training else "eval"
 
     def models(self) -> dict[str, Any]:
@@ -227,12 +266,17 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         """Return TRL's batch with our advantages and two more columns: `traces`, and in `model_per_token_logps` the
         sampler's log-probs before top-p, top-k and min-p, float [rows, completion width]."""
         batch = self.batch = TracedBatch(prompts=self.split_prompts(inputs))
+        if isinstance(self.engine, RecordedRollouts):
+            inputs, batch.rollouts = self.engine.hand_out(inputs, self.accelerator.process_index)
         out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
         out["traces"] = batch.traces
         width = out["completion_ids"].shape[1]
         logprobs = [r.model_logprobs + [0.0] * (width - len(r.model_logprobs)) for r in batch.rollouts]
         out["model_per_token_logps"] = torch.tensor(logprobs, device=self.accelerator.device)
         out["advantages"] = batch.advantages = self._own_advantages(out["advantages"])
+        if (rejection := self.args.sparse.rejection) is not None:
+            kept = self.own_metrics.record_kept(out, batch, rejection.below)
+            out["advantages"] = batch.advantages = batch.advantages.masked_fill(~kept, 0.0)
         shown, column = self.accelerator.gather(out["advantages"]).tolist(), cast(Any, self._logs["advantages"])
         before = list(column)[: -len(shown)]  # without those that TRL has written for these rows
         column.clear()
@@ -251,15 +295,32 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return [split(row["prompt"], row["context"]) for row in rows]
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
+        if self.batch.rollouts:  # recorded
+            return [rollout.prompt_ids for rollout in self.batch.rollouts], None, {}
         if self.batch.prompts:
-            return [[*prompt.context, *prompt.rest] for prompt in self.batch.prompts], None, {}
-        return [prompt_ids(p, self.processing_class, self.thinking) for p in prompts], None, {}
+            ids = [[*prompt.context, *prompt.rest] for prompt in self.batch.prompts]
+        else:
+            ids = [prompt_ids(p, self.processing_class, self.thinking) for p in prompts]
+        longest, window = max(map(len, ids)), context_length(base_of(self.model).config)
+        if window is not None and longest + self.sampling.max_tokens > window:
+            wrong = f"after a prompt of {longest:,} tokens, exceeds the model's context length of {window:,} tokens"
+            raise UserError(f"{self.sampling.max_tokens:,} tokens, {wrong}; lower this value", "max_completion_length")
+        return ids, None, {}
 
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample one completion per prompt, and return token ids and log-probs. TRL repeats each prompt as needed."""
+        """Sample one completion per prompt, unless it is recorded, and return token ids and log-probs. TRL repeats each
+        prompt as needed."""
         self._generations += self.mode == "train"
+        rollouts = self.batch.rollouts or self._sample(prompt_ids)
+        replayed = self.args.sparse.train_attention == "replay"
+        self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
+        self.batch.rollouts = rollouts
+        self.own_metrics.record_rollouts(rollouts)
+        return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
+
+    def _sample(self, prompt_ids: list[list[int]]) -> Sequence[Rollout]:
         seed = self.sampling_seed(None if self.mode == "eval" else self._generations)
         sampling = dataclasses.replace(self.sampling, seed=seed)
         with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
@@ -269,11 +330,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
                 rollouts = self.engine.generate(prompt_ids, sampling)
             if sampling.truncated_support and any(SUPPORT[0] not in r.trace.further for r in rollouts):
                 raise UserError("the engine records no supports (docs/extending.md), which top_p, top_k and min_p need")
-        replayed = self.args.sparse.train_attention == "replay"
-        self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
-        self.batch.rollouts = rollouts
-        self.own_metrics.record_rollouts(rollouts)
-        return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
+        return rollouts
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         ends = prompt_ends([rollout.prompt_ids for rollout in self.batch.rollouts], self.processing_class)

@@ -14,6 +14,7 @@ from sparse_rl.policies.config import EvictingConfig, PolicyConfig
 class AMConfig(EvictingConfig):
     """Attention Matching: kept entries get biases and new values that preserve the attention over all entries.
 
+    budget : number of entries kept per kv head, sinks and window included; it cannot grow
     period : number of entries that are added between two compactions; null means the budget
     reference_queries : number of last tokens whose queries choose and fit the entries; null means 128, or budget +
         period if that is less
@@ -32,6 +33,7 @@ class AMConfig(EvictingConfig):
     sections: ClassVar[str | None] = "sparse_rl.methods.am.sections"
     packs: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
+    budget: PositiveInt  # a trace records one number of fitted entries
     window: PositiveInt = 16
     period: PositiveInt | None = None  # type: ignore[assignment]  # __post_init__ sets a number
     reference_queries: PositiveInt | None = None

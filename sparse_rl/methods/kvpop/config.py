@@ -133,7 +133,7 @@ class LearnedConfig(PolicyConfig):
 class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
     """KVpop: keeps sinks, window, and the k other tokens that the model's scorers rank highest.
 
-    budget : number of entries of a kv head: sinks + window + k + state_entries
+    budget : number of entries of a kv head: sinks + window + k + state_entries; it cannot grow
     decay_every : number of positions after which a score decays by one step
     state_entries : number of entries of the budget that are not used, because the scorer's state takes their memory
     """
@@ -141,6 +141,7 @@ class KVpopPolicyConfig(LearnedConfig, EvictingConfig):
     name: ClassVar[str] = "kvpop"
     policy_class: ClassVar[str] = "sparse_rl.methods.kvpop.policy:KVpop"
     learned_view_class: ClassVar[str] = "sparse_rl.methods.kvpop.view:LearnedView"
+    budget: PositiveInt  # if k grew, the running top-k would take evicted tokens back
     period: int = field(default=1, init=False)
     decay_every: PositiveInt = 1
     state_entries: NonNegativeInt = 0
