@@ -24,7 +24,7 @@ from vllm.v1.request import RequestStatus
 from rollout.vllm.sampling import NOT_FINITE
 from rollout.vllm.state import Behind
 from sparse_rl.errors import UserError
-from sparse_rl.policies.schedule import NEVER, Schedule
+from sparse_rl.policies.schedule import NEVER, GrowingSchedule, Schedule
 
 FAILED, PREEMPTED = "not finite", "preempted"  # the stop_reason of a request that `end_failed_requests` ends
 WHY = {
@@ -110,6 +110,7 @@ class EvictingManager(BoundedManager):
     def __init__(self, kv_cache_spec: EvictingSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.schedule, self.longest = kv_cache_spec.schedule, kv_cache_spec.longest
+        self.grows = isinstance(self.schedule, GrowingSchedule)
         # Computed at admission, because vLLM asks for each running request in each step:
         self.claims: dict[str, int] = {}  # request id -> maximum number of blocks that it will need
         self.firsts: dict[str, int] = {}  # request id -> number of tokens at its first compaction, until that has run
@@ -122,7 +123,9 @@ class EvictingManager(BoundedManager):
     def needed(self, request_id: str, tokens: int) -> int:
         """Return the number of slots that a request needs while its last of `tokens` tokens is computed."""
         prompt, most = self.prompts[request_id], self.claims[request_id] * self.block_size
-        return min(tokens if tokens <= prompt else self.schedule.most_decoding(prompt, tokens), most)
+        if self.grows and tokens > prompt:
+            tokens = self.schedule.most_decoding(prompt, tokens)
+        return min(tokens, most)
 
     def get_num_blocks_to_allocate(
         self,

@@ -61,10 +61,11 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def only(headed: list[tuple[str, KeySection]], topic: str, part: str) -> list[tuple[str, KeySection]]:
-    """Return the section named `part`, or else the keys whose names contain `part`. Raises UserError without any."""
+    """Return the section named `part`, or else the keys whose names contain `part`, from a dot on if it has one. Raises
+    UserError without any."""
     if named := [(text, section) for text, section in headed if section.name.partition("(")[0] == part]:
         return named
-    fewer = [(text, replace(s, rows=[row for row in s.rows if part in row.key])) for text, s in headed]
+    fewer = [(text, replace(s, rows=[row for row in s.rows if _contains(row.key, part)])) for text, s in headed]
     if matches := [(text, section) for text, section in fewer if section.rows]:
         return matches
     names = [section.name.partition("(")[0] for _, section in headed]
@@ -75,6 +76,10 @@ def only(headed: list[tuple[str, KeySection]], topic: str, part: str) -> list[tu
     if any(part in key for key in of_policies):
         hint = f"; it is a key of cache policies: sparse-rl keys policies {part}"
     raise UserError(f"unknown name{hint}", part)
+
+
+def _contains(key: str, part: str) -> bool:
+    return f".{part}" in f".{key}" if "." in part else part in key
 
 
 # ---- formatting ----------------------------------------------------------------------------------------------------

@@ -101,7 +101,10 @@ def metrics(folder, values, name="reward"):
         (["eval", "grpo.yaml"], "it needs kind: eval"),
         (["eval", "eval.yaml", "model=nobody"], "nobody is not a model directory"),
         (["eval", "eval.yaml", "accuracy=maths"], "accuracy: unknown reward 'maths'"),
-        (["eval", "eval.yaml", "sweep.cache.budget=[0]"], "sweep: streaming: budget: expected a whole number >= 1"),
+        (
+            ["eval", "eval.yaml", "sweep.cache.budget=[0]"],
+            "sweep: streaming: budget: expected a mapping or a whole number >= 1",
+        ),
         (["inspect", "nothing.safetensors"], "nothing.safetensors does not exist"),
         (["inspect", "torn.safetensors"], "torn.safetensors cannot be read"),
         (["plot", "."], "is not the directory of a run"),

@@ -60,7 +60,8 @@ def mistakes() -> list[tuple[list[str], str]]:
         if isinstance(recipe, BudgetsRecipe):
             values.append(("base=2", "base: expected a number above 0, at most 1, got 2"))
         elif recipe.prompt_caches():
-            values.append(("cache=full", "cache: nothing is evicted after a context"))
+            override = "cache={policy: tova, budget: 8}" if isinstance(recipe, TrainRecipe) else "cache=full"
+            values.append((override, "cache: nothing is evicted after a context"))
         elif recipe.caches() and recipe.caches()[0] is not None:
             values.append(("cache.policy=gvk", "unknown cache policy 'gvk'"))
             if not (isinstance(recipe, SweptRecipe) and recipe.sweep.policy):  # the sweep's policies apply

@@ -558,7 +558,7 @@ def test_a_policy_is_made_from_a_name_or_a_mapping() -> None:
         ("full", {"budget": 64}, r"'full' has no parameter 'budget'; it takes no parameters"),
         ("morphkv", {}, r"'morphkv' needs a budget, the number of entries per kv head"),
         *(
-            ("morphkv", {"budget": size}, rf"morphkv: budget: expected a whole number >= 1, got {shown}")
+            ("morphkv", {"budget": size}, rf"morphkv: budget: expected a mapping or a whole number >= 1, got {shown}")
             for size, shown in ((True, "true"), (0, "0"), (64.0, "64.0"), ("64", "'64'"), (None, "null"))
         ),
         ("tova", {"budget": 8, "sinks": -1}, r"tova: sinks: expected a whole number >= 0, got -1"),

@@ -274,7 +274,7 @@ WRONG: dict[str, list[tuple[str, ...]]] = {  # kind -> (overrides, ..., part of 
         ("rollout.tensor_parallel=2", "rollout.tensor_parallel: in training each process has an engine of its own"),
         ("rollout.max_model_len=100", "max_completion_length=100", "rollout.max_model_len: must hold a prompt and a"),
         ("rollout.sleep=1", "rollout.sleep: expected true or false"),
-        ("prompt_cache={}", "prompt_cache: unknown key"),
+        ("prompt_cache={}", "cache: nothing is evicted after a context that prompt_cache compacts"),
         ("epsilon=1e308", "epsilon: expected a number"),
         ("beta=1e308", "beta: expected a number"),
         ("importance_clip=1e308", "importance_clip: expected a number"),

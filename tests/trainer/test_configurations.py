@@ -26,8 +26,8 @@ grpo: Any = SparseGRPOConfig
         (lambda: grpo(beta=-1), "^beta: expected a number >= 0, got -1"),
         (lambda: grpo(replay_guard=GuardConfig(factor=True)), "^factor: expected a number >= 1 or null, got true"),
         (lambda: grpo(replay_guard={"factor": 0}), "^replay_guard.factor: expected a number >= 1 or null, got 0"),  # type: ignore[arg-type]
-        (lambda: GKVConfig(budget=2.5), "^budget: expected a whole number >= 1, got 2.5"),  # type: ignore[arg-type]
-        (lambda: H2OConfig(budget="8"), "^budget: expected a whole number >= 1, got '8'"),  # type: ignore[arg-type]
+        (lambda: GKVConfig(budget=2.5), "^budget: expected a mapping or a whole number >= 1, got 2.5"),  # type: ignore[arg-type]
+        (lambda: H2OConfig(budget="8"), "^budget: expected a mapping or a whole number >= 1, got '8'"),  # type: ignore[arg-type]
         (lambda: SamplingConfig(4, float("inf")), "^temperature: expected a number >= 0, got inf"),
         (lambda: SamplingConfig(4, top_k=0), "^top_k: expected a whole number >= 1 or null, got 0"),
         (

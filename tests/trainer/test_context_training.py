@@ -28,7 +28,6 @@ from sparse_rl.models.load import base_of
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import make_recipe
 from trainer.batch import Example
-from trainer.config import DistillationLossConfig
 from trainer.distill import DistillArguments, DistillTrainer
 
 DOCUMENTS = ("1234012340123402", "Q1234;Q1;Q4321;", "333222111000333222111000333222111")
@@ -148,9 +147,8 @@ def test_gradients_of_distillation_flow_through_the_fits(new_model, tmp_path):
     own = {"prompt_cache": CONFIG, "about": ContextPrompts()}
     engine = CompactingEngine(copy.deepcopy(student), make_policy("full"), **own)
     settings = {"use_cpu": True, "report_to": [], "gradient_checkpointing": True, "disable_tqdm": True}
-    loss = DistillationLossConfig(kl_weight=0.0, ce_weight=1.0)
-    args = DistillArguments(output_dir=str(tmp_path), loss=loss, **settings)
-    trainer = DistillTrainer(student, new_model("llama", seed=5), engine, args, rows)
+    args = DistillArguments(output_dir=str(tmp_path), kl_weight=0.0, ce_weight=1.0, bf16=False, **settings)
+    trainer = DistillTrainer(student, args, rows, teacher=new_model("llama", seed=5), engine=engine)
     traced = trainer._with_traces(rows)
     model = trainer.model.train()
     value = trainer.compute_loss(model, traced)

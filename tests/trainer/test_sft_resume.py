@@ -116,6 +116,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(stop, at, family, sft):
     state = torch.load(file, weights_only=True)
     torch.save({**state, "train_tokens": 0}, file)  # the control: without our state, the logs differ
     third = sft("stopped", family=family)
+    third.recipe = {}  # the command checks before
     third.train(resume_from_checkpoint=str(file.parent))
     assert logged(third) != logged(whole)
 
@@ -200,7 +201,9 @@ def test_later_checkpoints_are_renamed(sft):
     sft("run", max_steps=9).train()
     folder = Path(sft("run").args.output_dir)
     (folder / "_partial" / "checkpoint-12").mkdir(parents=True)  # a leftover of a killed run
-    sft("run", max_steps=6).train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    resumed = sft("run", max_steps=6)
+    resumed.recipe = {}  # the command checks before
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     assert names == {"checkpoint-3", "checkpoint-6", "later-checkpoint-6", "later-checkpoint-9"}
 
