@@ -73,14 +73,14 @@ def label(policy: Policy) -> str:
 def totals(lines: Sequence[Line], tokens: int) -> dict[str, Any]:
     """Return the fields of a row that are computed alike from all lines, whose rollouts have `tokens` tokens in all."""
     seconds = sum(line["seconds"] for line in lines)
-    means: list[Any] = [line.get("mean_entries") for line in lines]
+    means = [line["mean_entries"] for line in lines if line.get("mean_entries") is not None]
+    lacking = any("mean_entries" not in line for line in lines)  # a journal of an earlier version
     return {
         "retention": sum(line["retention"] for line in lines) / len(lines),
         "peak_entries": max(line["peak_entries"] for line in lines),
         "read_entries": max(line["read_entries"] for line in lines),
         "mean_peak_entries": sum(line["mean_peak_entries"] for line in lines) / len(lines),
-        # a journal of an earlier version has no `mean_entries`
-        "mean_entries": None if None in means else mean(means),
+        "mean_entries": None if lacking or not means else mean(means),
         **{"tokens": tokens, "tokens_per_second": tokens / max(seconds, 1e-9), "seconds": seconds},
     }
 
@@ -113,7 +113,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
     return mean, math.sqrt(variance / len(values))
 
 
-def entry_counts(rollout: Rollout, policy: Policy | None) -> dict[str, float]:
+def entry_counts(rollout: Rollout, policy: Policy | None) -> dict[str, float | None]:
     """Count the cache entries of one rollout in decoding, in layers without a sliding window: the fields of EvalRow.
 
     policy : the policy, from whose schedule two of them come if all kv heads hold equal numbers; None for a sequence
@@ -125,7 +125,8 @@ def entry_counts(rollout: Rollout, policy: Policy | None) -> dict[str, float]:
     peak = read = int(peaks.max())
     if policy is not None and not policy.schedule.counts_vary:
         peak, read = policy.schedule.most_decoding(prompt, fed), policy.most_read(prompt, fed)
-    means = {"mean_peak_entries": float(peaks.float().mean()), "mean_entries": float(counts.double().mean())}
+    entries = float(counts.double().mean()) if fed > prompt else None  # one token is decoded by no query
+    means = {"mean_peak_entries": float(peaks.float().mean()), "mean_entries": entries}
     return {"peak_entries": peak, "read_entries": read, **means}
 
 

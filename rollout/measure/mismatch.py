@@ -143,17 +143,17 @@ def propose(
     """Return the cheapest growing budget that has, from the start of each bin on, a measured budget that holds there.
 
     measured : constant budget -> its bins; a budget counts if it and all larger ones hold
-    raised : for each bin, the number of further steps to a larger measured budget
+    raised : for each bin, the number of further steps to a larger measured budget, up to the largest
 
-    Returns None if a bin needs more than the largest measured budget.
+    Returns None if a bin does not hold under the largest measured budget.
     """
     budgets, needs = sorted(measured), list[int]()
     for place, steps in enumerate(raised):
         failing = [level for level, budget in enumerate(budgets) if not holds(measured[budget][place], threshold)]
-        level = max(failing, default=-1) + 1 + steps
+        level = max(failing, default=-1) + 1
         if level >= len(budgets):
             return None
-        needs.append(max([budgets[level], *needs[-1:]]))
+        needs.append(max([budgets[min(level + steps, len(budgets) - 1)], *needs[-1:]]))
     for place in range(len(needs) - 1, 0, -1):  # an entry per token is the most that a cache gains
         needs[place - 1] = max(needs[place - 1], needs[place] - (edges[place] - edges[place - 1]))
     knots = list(zip(edges[:-1], needs, strict=True))

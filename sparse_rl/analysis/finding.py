@@ -19,7 +19,10 @@ from sparse_rl.analysis.results import METRICS, SIZES
 from sparse_rl.analysis.tables import model_label
 from sparse_rl.metrics import read_metrics
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "forced_answer", "accuracy")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "max_completion_length", "forced_answer", "accuracy"),
+    *("prompt_cache", "dtype"),
+)
 LOGGED = ("eval_reward", "reward", "kl", "loss")  # the first that a run has logged is shown if it was not evaluated
 SHOWN = 3  # trainings without a comparison, and evaluations, that get words
 Pair = tuple[Any, Any]  # rows of evaluations: before and after a training, or with a full and a small cache
@@ -71,6 +74,8 @@ def find(runs: Sequence[ReportedRun], rows: Sequence[Any]) -> Finding:
     result, scored = Finding(), [row for row in rows if row.accuracy is not None]
     for some in by_kind(runs).values():
         _add_trainings(result, some, scored)
+    if runs and not result.bars:
+        result.remedy = UNKNOWN
     if scored and not runs:
         first = (scored[0].model, scored[0].conditions)
         _add_evaluation(result, [row for row in scored if (row.model, row.conditions) == first])
@@ -82,7 +87,7 @@ def _add_trainings(result: Finding, runs: Sequence[ReportedRun], rows: Sequence[
     table = {(_place(row.model), row.conditions, _cache(row)): row for row in rows}
     run_of = {run.folder: run for run in runs}
     lines = {group.name: [run_of[Path(folder)] for folder in group.folders] for group in groups(runs)}
-    own = {(block.get("policy"), block.get("budget")) for run in runs if (block := run.recipe.get("cache"))}
+    own = [(block.get("policy"), block.get("budget")) for run in runs if (block := run.recipe.get("cache"))]
 
     def pairs(name: str, task: str, cache: str) -> list[Pair]:
         both = [[table.get((_place(at), task, cache)) for at in (r.recipe.get("model"), r.folder)] for r in lines[name]]
@@ -98,13 +103,15 @@ def _add_trainings(result: Finding, runs: Sequence[ReportedRun], rows: Sequence[
     if row is None or not compared:
         _add_uncompared(result, lines, evaluated)
         return
+    best = max(compared, key=lambda name: difference(compared[name])[0])
+    starts = {name: {_place(before.model) for before, _ in both} for name, both in compared.items()}
+    compared = {name: both for name, both in compared.items() if starts[name] == starts[best]}
     bars = {name: accuracy([after for _, after in both]) for name, both in compared.items()}
-    best = max(bars, key=lambda name: bars[name][0])
     (change, error), count = difference(compared[best]), len(compared[best])
     before = accuracy([before for before, _ in compared[best]])
     verb = "changed" if abs(change) <= 2 * error else "raised" if change > 0 else "lowered"
-    best_of = f", the best of {len(compared)} trainings" if len(compared) > 1 else ""
-    seconds = [sum(times) for run in lines[best] if (times := logged(read_metrics(run.folder), "step_time"))]
+    best_of = f", the best of {len(compared)} trainings under this cache" if len(compared) > 1 else ""
+    seconds = [time for run in lines[best] if (time := _seconds(read_metrics(run.folder)))]
     costs = [f"{fmean(seconds) / 60:.1f} minutes of training{' for each seed' * (count > 1)}"] if seconds else []
     if row.policy != "full" and (full := pairs(best, row.conditions, "full")):
         ends = " became ".join(f"{fmean(pair[place].accuracy for pair in full):.1%}" for place in (0, 1))
@@ -114,8 +121,8 @@ def _add_trainings(result: Finding, runs: Sequence[ReportedRun], rows: Sequence[
     seeds = f"{count} of {len(lines[best])} seeds" if len(lines[best]) > 1 else "1 seed"
     others = len({one.task for one in evaluated} - {row.task})
     counts = f"{row.problems:,} problems, {seeds}" + f"; {others} further tasks are below" * bool(others)
-    held = _held([after for _, after in compared[best]])
-    result.sentences.append((f"{about} {ends} ({counts}).", "; ".join([*costs, held])))
+    costs += [] if row.policy == "full" else [_held([after for _, after in compared[best]])]
+    result.sentences.append((f"{about} {ends} ({counts}).", "; ".join(costs)))
     if count == 1:
         result.remedy = "This is one seed: train and evaluate others to see the spread."
     if not result.bars:
@@ -133,7 +140,6 @@ def _add_uncompared(result: Finding, lines: Mapping[str, Sequence[ReportedRun]],
                 words = f"{label}: {first:.3f} in the first tenth of the steps, {last:.3f} in the last"
         after = [_measured(row) for row in rows if _place(row.model) == run.folder]
         result.sentences.append((f"Training {name} ({run.training}): {'; '.join(after[:SHOWN]) or words}.", ""))
-    result.remedy = UNKNOWN
 
 
 def _add_evaluation(result: Finding, rows: Sequence[Any]) -> None:
@@ -166,7 +172,16 @@ def _cache(row: Any) -> str:
 
 
 def _name(row: Any) -> str:
-    return ", ".join([row.policy, *(f"{key} {row.parameters[key]}" for key in SIZES if row.parameters.get(key))])
+    sizes = ((key, row.parameters[key]) for key in SIZES if row.parameters.get(key))
+    texts = ((key, f"{min(v['entries'])} to {max(v['entries'])}" if isinstance(v, dict) else v) for key, v in sizes)
+    return ", ".join([row.policy, *(f"{key} {text}" for key, text in texts)])
+
+
+def _seconds(log: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of all steps in a log. Its step_time is the mean over the steps since the line before."""
+    lines = [line for line in log if line.get("step_time") is not None]
+    ends = [0, *(line["step"] for line in lines)]
+    return sum(line["step_time"] * (line["step"] - start) for line, start in zip(lines, ends, strict=False))
 
 
 def _words(row: Any) -> str:
@@ -190,7 +205,9 @@ def _points(change: float, error: float) -> str:
 
 
 def _held(rows: Sequence[Any]) -> str:
-    entries = f"at most {max(row.peak_entries for row in rows):,} entries in each kv head"
+    most, parameters = max(row.peak_entries for row in rows), rows[0].parameters
+    whole = parameters.get("budget") == most - parameters.get("period", math.inf)
+    entries = f"at most {most:,} entries{' (budget + period)' * whole} in each kv head"
     return (
         f"the small cache held {fmean(row.retention for row in rows):.0%} of a sequence's tokens at the end, {entries}"
     )

@@ -126,7 +126,7 @@ def search(threshold: float, edges: Sequence[int], by_budget: dict[int, Any], po
     for _ in range(ROUNDS):
         budget = propose(by_budget, edges, threshold, raised)
         if budget is None:
-            return f"{words}\nno growing budget from these budgets keeps it; measure larger ones"
+            break
         proposed = make_policy({**policy.config.as_block(), "budget": budget})
         scored = measured(proposed)
         statistics = bins(scored, edges)
@@ -135,6 +135,13 @@ def search(threshold: float, edges: Sequence[int], by_budget: dict[int, Any], po
         if not failing:
             block = yaml.safe_dump(proposed.config.as_block(), default_flow_style=True, sort_keys=False, width=1000)
             return f"{words}\nthis growing budget keeps it:\ncache: {block.strip()}"
-        for place in {place for at in failing for place in (at - 1, at) if place >= 0}:
-            raised[place] += 1
+        for reach in range(1, len(edges) + len(by_budget)):  # if no budget changes, the cause lies in earlier bins
+            raised = [steps + any(0 <= at - place <= reach for at in failing) for place, steps in enumerate(raised)]
+            if propose(by_budget, edges, threshold, raised) != budget:
+                break
+        else:
+            budget = None
+            break
+    if budget is None:
+        return f"{words}\nno growing budget from these budgets keeps it; measure larger ones"
     return f"{words}\n{ROUNDS} growing budgets did not keep it; measure more or larger budgets, or more problems"

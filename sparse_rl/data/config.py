@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from sparse_rl.config import (
@@ -160,6 +160,8 @@ class DataConfig(Configuration):
     def _check_traces(self) -> None:
         if not self.traces:
             raise UserError("name at least one folder that sparse-rl rollout has written", "traces")
+        if len({Path(folder).resolve() for folder in self.traces}) < len(self.traces):
+            raise UserError("name each folder once", "traces")
         for key in (f.name for f in fields(self) if f.name not in OF_TRACES):
             if getattr(self, key) not in (None, 0, {}, "stop"):
                 raise UserError(f"has no effect on recorded rollouts; remove {key}, or traces", key)

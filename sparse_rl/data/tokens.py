@@ -69,14 +69,14 @@ def split_prompt(prompt: Prompt, context: str, tokenizer: Any, thinking: bool | 
     """Tokenize a prompt whose text, or whose first user message, begins with a context.
 
     The text before the context, the context, and the text after it are tokenized separately: no token spans a cut, so
-    prompts with the same context share its tokens. Raises UserError if the chat template changes the context, or if the
-    tokenizer adds tokens after a text.
+    prompts with the same context share its tokens. Raises UserError if the prompt does not begin with the context, if
+    the chat template changes the context, or if the tokenizer adds tokens after a text.
     """
     if isinstance(prompt, str):
         header = _encoded("", tokenizer, special=True)
         if _encoded(context, tokenizer, special=True) != header + _encoded(context, tokenizer):
             raise UserError("the tokenizer adds tokens at the end of a text, so nothing can follow a context")
-        rest = prompt[len(context) :]
+        rest = str(with_context(prompt, context, ""))
     else:
         replaced = (with_context(prompt, context, text) for text in (context, MARK))
         text, marked = (_chat(messages, tokenizer, thinking, False) for messages in replaced)
@@ -90,13 +90,19 @@ def split_prompt(prompt: Prompt, context: str, tokenizer: Any, thinking: bool | 
 def with_context(prompt: Prompt, context: str, other: str, question: str | None = None) -> Prompt:
     """Return a prompt with its context replaced by `other`. `question`, if given, replaces the rest of the prompt."""
     if isinstance(prompt, str):
-        return other + (prompt[len(context) :] if question is None else question)
+        return other + _behind(prompt, context, question)
     at = next((place for place, message in enumerate(prompt) if message["role"] == "user"), None)
     if at is None:
         raise UserError("a context must begin a user message, but there is none")
-    content = prompt[at]["content"][len(context) :] if question is None else question
+    content = _behind(prompt[at]["content"], context, question)
     following = prompt[at + 1 :] if question is None else ()
     return [*prompt[:at], {**prompt[at], "content": other + content}, *following]
+
+
+def _behind(text: str, context: str, question: str | None) -> str:
+    if text[: len(context)] != context:
+        raise UserError("the prompt, or its first user message, must begin with its context; put the context before it")
+    return text[len(context) :] if question is None else question
 
 
 def _chat(messages: Prompt, tokenizer: Any, thinking: bool | None, tokenize: bool) -> Any:

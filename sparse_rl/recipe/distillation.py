@@ -251,6 +251,10 @@ class KVpopRecipe(TaughtRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for where, data in self.prompt_sources().items():
+            if data.traces:
+                wrong = "kind kvpop makes its own evictions; use kind grpo, distill or sft for recorded rollouts"
+                raise UserError(wrong, f"{where}.traces")
         if not self.cache.schedule.before_attending:
             raise UserError("recipes of kind kvpop train kvpop or dms", "cache.policy")
         if self.lora is not None:

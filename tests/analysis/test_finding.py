@@ -30,7 +30,7 @@ def row(model: str, accuracy: float, policy: str = "gkv", error: float | None = 
 def trained(folder: Path, name: str, kind: str = "grpo", seed: int = 0, rewards: tuple[float, ...] = ()) -> ReportedRun:
     place = folder / f"seed{seed}" / name
     place.mkdir(parents=True)
-    lines = [{"step": step, "reward": reward, "step_time": 60.0} for step, reward in enumerate(rewards or (0.5,))]
+    lines = [{"step": step, "reward": reward, "step_time": 60.0} for step, reward in enumerate(rewards or (0.5,), 1)]
     (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     recipe = {"kind": kind, "model": "/start", "seed": seed, "cache": {"policy": "gkv", "budget": 40}}
     return ReportedRun(f"seed{seed}/{name}" if seed else name, place, recipe, "", "gkv")
@@ -84,6 +84,8 @@ def test_another_sampling_is_another_condition():
     one = row("/start", 0.25)
     assert one.conditions == conditions(one, {**RECIPE, "model": "x", "output_dir": "y", "seed": 7})
     assert one.conditions != conditions(one, {**RECIPE, "temperature": 0.0})
+    assert one.conditions != conditions(one, {**RECIPE, "dtype": "bfloat16"})
+    assert one.conditions != conditions(one, {**RECIPE, "prompt_cache": [{"policy": "am", "ratio": 0.1}]})
     assert one.conditions != conditions(one, {**RECIPE, "tasks": {"sums": {"limit": 10}}})
 
 
@@ -112,7 +114,7 @@ def test_kinds_have_their_own_sentences_and_the_best_is_chosen_within_a_kind(tmp
     rows = [row(str(run.folder), accuracy) for run, accuracy in zip(runs, (0.3, 0.5, 0.9), strict=True)]
     sentences = [sentence for sentence, _ in find(runs, [row("/start", 0.2), *rows]).sentences]
     assert len(sentences) == 2
-    assert sentences[0].startswith("Training high (grpo: RL-Sparse, the best of 2 trainings) raised")
+    assert sentences[0].startswith("Training high (grpo: RL-Sparse, the best of 2 trainings under this cache) raised")
     assert sentences[1].startswith("Training student (distillation) raised")
 
 
@@ -124,6 +126,45 @@ def test_the_cost_with_a_full_cache_is_told(tmp_path):
         find([run], full + small)
     )
     assert "full cache" not in words(find([run], small))
+
+
+def test_a_growing_budget_is_told(tmp_path):
+    run, budget = trained(tmp_path, "sparse"), {"tokens": [10, 20], "entries": [30, 40]}
+    run = replace(run, recipe={**run.recipe, "cache": {"policy": "gkv", "budget": budget}})
+    rows = [row(at, 0.5, parameters={"budget": budget}) for at in ("/start", str(run.folder))]
+    assert "under a small cache (gkv, budget 30 to 40) from" in words(find([run], rows))
+
+
+def test_the_minutes_count_each_step(tmp_path):
+    """The time in a log is a mean over the steps since the line before."""
+    run = trained(tmp_path, "sparse")
+    lines = [{"step": step, "step_time": 60.0} for step in (10, 20, 25)]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "25.0 minutes of training" in words(find([run], [row("/start", 0.2), row(str(run.folder), 0.5)]))
+
+
+def test_what_a_cache_held_is_told_of_small_caches_only(tmp_path):
+    run = trained(tmp_path, "sparse")
+    assert "held" not in words(find([run], [row(at, 0.5, "full") for at in ("/start", str(run.folder))]))
+    small = {"parameters": {"budget": 40, "period": 8}}
+    rows = [row(at, 0.5, **small) for at in ("/start", str(run.folder))]
+    assert "at most 48 entries (budget + period) in each kv head" in words(find([run], rows))
+
+
+def test_a_kind_without_evaluation_does_not_make_the_others_unknown(tmp_path):
+    runs = [trained(tmp_path, "first", "sft"), *(trained(tmp_path, "sparse", seed=seed) for seed in (0, 1))]
+    result = find(runs, [row("/start", 0.2), *(row(str(run.folder), 0.5) for run in runs[1:])])
+    assert "raised" in words(result)
+    assert result.remedy == ""
+
+
+def test_only_trainings_of_one_start_model_are_compared(tmp_path):
+    one, two, other = (trained(tmp_path, name) for name in ("one", "two", "other"))
+    other = replace(other, recipe={**other.recipe, "model": "/better"})
+    after = [row(str(run.folder), value) for run, value in ((one, 0.4), (two, 0.5), (other, 0.7))]
+    result = find([one, two, other], [row("/start", 0.2), row("/better", 0.8), *after])
+    assert "Training two (grpo: RL-Sparse, the best of 2 trainings under this cache) raised" in words(result)
+    assert [bar[:2] for bar in result.bars] == [("before training", 0.2), ("one", 0.4), ("two", 0.5)]
 
 
 def test_a_run_without_evaluation_opens_with_what_it_logged(tmp_path):

@@ -101,6 +101,21 @@ def test_a_prompt_that_cannot_be_cut_after_its_context_is_refused():
     assert with_context("abc", "a", "x", "y") == "xy"
 
 
+def test_a_prompt_that_does_not_begin_with_its_context_is_refused():
+    """The usual form of such rows is a question beside its document, which the cut would lose."""
+    tokenizer = tokenizer_with(TEMPLATE)
+    for prompt in (
+        "Qa?",
+        "b" + CONTEXT,
+        [{"role": "user", "content": "Qa?"}],
+        [{"role": "user", "content": "b" + CONTEXT}],
+    ):
+        with pytest.raises(UserError, match="must begin with its context"):
+            split_prompt(prompt, CONTEXT, tokenizer)
+        with pytest.raises(UserError, match="must begin with its context"):
+            with_context(prompt, CONTEXT, CONTEXT, "?")
+
+
 ROWS = [{"article": CONTEXT, "question": f"a{i}", "answer": i} for i in range(3)]
 COLUMNS = {"context": "article", "prompt": "question"}
 

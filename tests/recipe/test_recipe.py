@@ -205,6 +205,7 @@ def test_a_key_at_the_wrong_level_is_refused_with_its_right_place():
 
 WRONG: dict[str, list[tuple[str, ...]]] = {  # kind -> (overrides, ..., part of the error)
     "grpo": [
+        ("data={traces: [a, b, a/]}", "data.traces: name each folder once"),
         ("temperature=hot", "temperature: expected a number > 0, got 'hot'"),
         ("temperature=0", "temperature: expected a number > 0, got 0"),
         ("temperature=true", "temperature: expected a number > 0, got true"),
@@ -301,6 +302,8 @@ WRONG: dict[str, list[tuple[str, ...]]] = {  # kind -> (overrides, ..., part of 
         ("lora.r=4", f"cache={LEARNED}", "lora: does not work with cache.policy kvpop"),
     ],
     "kvpop": [
+        ("data={traces: a}", "data.traces: kind kvpop makes its own evictions"),
+        ("validation={data: {traces: a}}", "validation.data.traces: kind kvpop makes its own evictions"),
         ("cache={policy: gkv, budget: 64}", "cache.policy: recipes of kind kvpop train kvpop"),
         ("cache.scorer=mpl", "cache.scorer: unknown scorer 'mpl' (did you mean 'mlp'?)"),
         ("cache={policy: kvpop, budget: 6, sinks: 2, window: 4}", "cache.budget: 6 must exceed window 4 + sinks 2"),

@@ -9,6 +9,7 @@ from tiny import model_of, policy_of, prompts_of
 
 from rollout import SamplingConfig, make_engine
 from rollout.measure.mismatch import Bin, Scored, bin_edges, bins, holds, propose, score
+from sparse_rl.commands.mismatch import search
 
 PROMPTS, TOKENS = (3, 12, 30), 40
 
@@ -82,13 +83,35 @@ MEASURED = {16: [0.9, 0.5, 0.1], 64: [0.9, 0.9, 0.5], 100: [0.95, 0.8, 0.9], 200
         (MEASURED, 0.05, [0, 0, 0], ((10, 16),)),
         ({**MEASURED, 16: [0.9, -1, 0.6], 64: [0.9] * 3}, 0.7, [0, 0, 0], ((10, 16), (110, 16), (210, 64))),
         (MEASURED, 1.1, [0, 0, 0], None),
-        (MEASURED, 0.7, [0, 0, 2], None),
+        (MEASURED, 0.7, [0, 0, 2], ((10, 16), (110, 100), (210, 200))),  # no bin gets more than the largest
     ],
 )
 def test_a_proposal_has_in_each_bin_the_smallest_budget_that_holds(measured, threshold, raised, knots) -> None:
     """A budget counts if no larger one fails; it grows by at most an entry per token, so it may begin earlier."""
     budget = propose(table(measured, EDGES), EDGES, threshold, raised)
     assert (None if budget is None else budget.knots) == knots
+
+
+@pytest.mark.parametrize(("least", "last"), [(100, "(10, 100), (110, 200)"), (128, "(10, 128), (110, 200)"), (999, "")])
+def test_a_search_raises_earlier_bins_if_later_ones_have_the_largest_budget(least, last) -> None:
+    """The last bin holds if the budget begins with `least` entries. Control: with 999, no budget does."""
+    seen = torch.tensor([50.0, 150.0, 250.0], dtype=torch.float64)
+
+    def scored(acceptance: list[float]) -> Scored:
+        return Scored(seen, torch.ones(3), torch.tensor(acceptance), seen)
+
+    tried = []
+
+    def measured(policy) -> Scored:
+        tried.append(policy.config.budget.knots)
+        return scored([0.95, 0.95, 0.9 if tried[-1][0][1] >= least else 0.8])
+
+    constant = {64: [0.9, 0.5, 0.5], 128: [0.9, 0.9, 0.5], 200: [0.95, 0.95, 0.9]}
+    by_budget = {budget: bins(scored(acceptance), EDGES) for budget, acceptance in constant.items()}
+    words = search(0.86, EDGES, by_budget, policy_of("gkv", budget=64, window=4, period=8), measured)
+    assert len(set(tried)) == len(tried)
+    assert ("this growing budget keeps it" in words) is bool(last)
+    assert str(tried[-1]) == (f"({last})" if last else "((10, 200),)")
 
 
 def test_bins_hold_every_token_once() -> None:

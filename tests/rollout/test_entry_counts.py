@@ -1,0 +1,26 @@
+"""The counts of cache entries that an evaluation and training report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import model_of, policy_of, prompts_of
+
+from rollout import SamplingConfig, make_engine
+from rollout.measure.accuracy import entry_counts, totals
+
+
+def test_completions_of_one_token_are_left_out_of_the_mean() -> None:
+    """No query decodes them. Control: a longer completion counts."""
+    engine = make_engine(
+        "hf", model=model_of("quickstart"), policy=policy_of("streaming", budget=40, sinks=1, period=8)
+    )
+    lines: list[dict[str, Any]] = []
+    for tokens in (1, 3):
+        sampling = SamplingConfig(tokens, seed=1, ignore_eos=True)
+        (rollout,) = engine.generate(prompts_of("quickstart", (12,)), sampling)
+        lines.append({"retention": 1.0, "seconds": 1.0, **entry_counts(rollout, engine.policy)})
+    assert [line["mean_entries"] for line in lines] == [None, 13.5]
+    assert totals(lines, 4)["mean_entries"] == pytest.approx(13.5)
+    assert totals(lines[:1], 1)["mean_entries"] is None
