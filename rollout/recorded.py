@@ -117,7 +117,28 @@ def _problems(folder: Path, config: Any, tokenizer: Any, samples: int) -> list[l
         if len(group) < n or any(line["prompt_ids"] != group[0]["prompt_ids"] for line in group):
             wrong = f"the {n} samples of a problem must follow one another, with one prompt; sample again"
             raise UserError(f"{folder / COMPLETIONS}, from line {number * n + 1}: {wrong}")
+    for i, line in enumerate(lines):
+        first = lines[i - i % samples]["texts"]
+        if differ := [name for name, value in line["texts"].items() if first.get(name) != value]:
+            wrong = f"key {differ[0]} differs between samples of one problem, but rewards get one value; remove it"
+            raise UserError(f"{folder / COMPLETIONS}, line {i + 1}: {wrong}")
     return groups
+
+
+def check_rows(rows: Any, recorded: bool, samples: int) -> None:
+    """Raise UserError unless rows of `recorded_rows`, and no others, are used with RecordedRollouts, and hold as many
+    samples of a problem as a group has.
+
+    recorded : True if RecordedRollouts take the place of an engine
+    """
+    has_samples = TOKENS.keys() <= {*getattr(rows, "column_names", ())}
+    if has_samples != recorded:
+        raise UserError(
+            "rows of recorded rollouts need RecordedRollouts as the engine, other rows need another", "engine"
+        )
+    if recorded and len(rows[0]["samples"]) != samples:
+        wrong = f"is {samples}, but a row holds {len(rows[0]['samples'])} recorded samples; set the same number"
+        raise UserError(wrong, "num_generations")
 
 
 # ---- the rollouts of the rows ---------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class ReplayedArguments:
         Raises UserError for an object of another class, and for an option that is refused.
         """
         if given is None or isinstance(given, cls):
-            return cls() if given is None else given
+            return cls() if given is None else copy.copy(given)  # a trainer changes some of them
         if type(given) is not cls.library:
             wanted = f"{cls.__name__} (from trainer) or {cls.library.__name__}"
             raise UserError(f"must be of class {wanted}, got {type(given).__name__}", "args")
@@ -212,6 +212,8 @@ class ReplayedArguments:
         if self.attention_kernel not in ("auto", *ATTENTION_KERNELS):
             kernels = ", ".join(("auto", *ATTENTION_KERNELS))
             raise UserError(f"must be one of {kernels}, got {self.attention_kernel!r}", "attention_kernel")
+        if self.match_gradient not in ("through", "constant"):
+            raise UserError(f"must be through or constant, got {self.match_gradient!r}", "match_gradient")
         with refusals():
             super().__post_init__()  # type: ignore[misc]  # calls TrainingArguments, the next class in the MRO
         args: Any = self

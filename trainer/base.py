@@ -17,7 +17,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, patch_environment
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from trl.trainer.utils import create_model_from_path
@@ -356,15 +357,23 @@ class Resumable(Trainer):
         """Return the settings of a training without a recipe, as plain data: the arguments of the trainer."""
         sampled = {} if self.sampler is None else self.sampler.described()
         given: Any = {"kind": getattr(self.args, "kind", None), **self.args.to_dict(), **sampled}
-        return json.loads(json.dumps({**given, "launch": self._launch()}, default=str))
+        adapters = {name: config.to_dict() for name, config in getattr(self.model, "peft_config", {}).items()}
+        given |= {"launch": self._launch(), "lora": adapters, "thinking": getattr(self, "thinking", None)}
+        return json.loads(
+            json.dumps(given, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+        )
 
     def own_inputs(self) -> dict[str, str]:
         """Return the fingerprints of the rows and of the start model's files. Functions, as rewards, have none."""
         rows = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
         inputs = {f"rows of {name}": rows_fingerprint(part) for name, part in rows.items() if isinstance(part, Sized)}
         if self.sampler is not None and self.sampler.place:
-            files = file_fingerprints(self.sampler.place, True)
-            inputs |= {f"model/{name}": value for name, value in files.items()}
+            with suppress(HFValidationError, OSError):  # the directory of a module may be gone
+                files = file_fingerprints(self.sampler.place, True)
+                inputs |= {f"model/{name}": value for name, value in files.items()}
+        if (teacher := getattr(self, "teacher", None)) is not None:
+            place = getattr(getattr(teacher, "config", None), "_name_or_path", "")
+            inputs["teacher"] = str(getattr(teacher, "folder", place))
         return inputs
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -380,8 +389,8 @@ class Resumable(Trainer):
         wrong, run, first = "", str(self.args.output_dir), self.is_world_process_zero()
         with locked(run) if first else nullcontext():
             if first:
-                self.inputs = self.own_inputs()
                 try:
+                    self.inputs = self.own_inputs()
                     if resume_from_checkpoint:
                         which = "newest" if resume_from_checkpoint is True else str(resume_from_checkpoint)
                         checkpoint = str(checkpoint_to_resume(which, self.own_settings(), self.inputs))

@@ -74,6 +74,8 @@ def accepted(
         part = data[start : start + 256]
         columns = {name: values for name, values in part.items() if name not in ("prompt", "completion", *TOKENS)}
         recorded = part["prompt_ids"] if TOKENS.keys() <= part.keys() else None
+        if recorded:
+            columns["reward"] = [sample["reward"] for (sample,) in part["samples"]]
         ids = recorded or [prompt_ids(prompt, tokenizer, thinking) for prompt in part["prompt"]]
         ends = prompt_ends(ids, tokenizer)
         scores = reward(prompts=part["prompt"], prompt_ends=ends, completions=part["completion"], **columns)

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -32,7 +31,7 @@ from rollout.config import RolloutConfig
 from rollout.context.config import PromptCacheConfig
 from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, SamplingConfig
-from rollout.recorded import TOKENS, RecordedRollouts
+from rollout.recorded import TOKENS, RecordedRollouts, check_rows
 from sparse_rl.attention.interface import adopt, refuse_reentrant_checkpointing
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import model_directory
@@ -51,7 +50,7 @@ from trainer.weights import carry_scorers, give_weights, live_weights, partition
 class TaughtArguments(ReplayedArguments, TrainingArguments):
     library: ClassVar[Any] = TrainingArguments
 
-    @cached_property
+    @property
     def loss(self) -> DistillationLossConfig:
         """The settings of the loss per token."""
         return self.settings(DistillationLossConfig)
@@ -174,8 +173,13 @@ class TaughtTrainer(Resumable):
         means = {name: sums[key] / sums["tokens"] for name, key in named.items()}
         return {**means, "cache/retention": sums["retention"] / sums["sequences"]}
 
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure KL, cross-entropy and token accuracy on the validation examples, with the attention of training."""
+    def evaluate(self, eval_dataset: Any = None, *_: Any, **__: Any) -> dict[str, float]:
+        """Measure KL, cross-entropy and token accuracy on the validation examples, with the attention of training.
+
+        Raises UserError for other examples, and if the trainer has none.
+        """
+        if eval_dataset is not None or self.eval_dataset is None:
+            raise UserError("only the eval_dataset of the constructor is evaluated; give it there", "eval_dataset")
         before, self._sums = self._sums, defaultdict(float)
         model, rows = cast(Any, self.model), cast(Any, self.eval_dataset)
         training = model.training
@@ -222,7 +226,7 @@ class DistillArguments(TaughtArguments):
     bf16: Any = None
     scorers: ScorersConfig | None = None
 
-    @cached_property
+    @property
     def distill(self) -> DistillConfig:
         """The settings of the completions."""
         return self.settings(DistillConfig)
@@ -315,8 +319,14 @@ class DistillTrainer(TaughtTrainer):
         config = base_of(student).config
 
         def examples_of(rows: Any, where: str) -> list[Example] | None:
+            recorded = isinstance(engine, RecordedRollouts)
             if rows is None or all(isinstance(row, Example) for row in rows):
+                if any((row.place is not None) != recorded for row in rows or ()):
+                    raise UserError("recorded examples need RecordedRollouts as the engine", where)
                 return rows
+            if not hasattr(rows, "column_names"):
+                raise UserError("must be a datasets.Dataset, or a list of Examples", where)
+            check_rows(rows, recorded, 1)
             if args.distill.keep is not None:
                 raise UserError("names a reward, which only a recipe can use; filter the rows instead", "keep")
             nonlocal processing_class, about

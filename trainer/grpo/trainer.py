@@ -23,7 +23,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -40,7 +40,7 @@ from rollout.config import RolloutConfig
 from rollout.context.config import PromptCacheConfig
 from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, Rollout, SamplingConfig
-from rollout.recorded import RecordedRollouts
+from rollout.recorded import RecordedRollouts, check_rows
 from sparse_rl.attention.families import context_length
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
@@ -76,7 +76,7 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
     library: ClassVar[Any] = trl.GRPOConfig
     scorers: ScorersConfig | None = None
 
-    @cached_property
+    @property
     def sparse(self) -> SparseGRPOConfig:
         """The settings of RL under a sparse cache."""
         return self.settings(SparseGRPOConfig, top_k=self.top_k or None, min_p=self.min_p or 0.0)
@@ -205,6 +205,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         if given.get("processing_class") is None:
             given["processing_class"] = self.sampler.tokenizer()
         self.thinking = thinking
+        if not hasattr(given.get("train_dataset"), "__len__"):
+            raise UserError("must be a datasets.Dataset, which has a length", "train_dataset")
         with text_parts(grpo_trainer):
             super().__init__(**given)
         check_made(self)
@@ -240,6 +242,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         if self.sampler.prompt_cache is not None:
             about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class)
         self.engine = self.sampler.open(live, self.sampler.place or live, live, args, *lengths, about)
+        recorded = isinstance(self.engine, RecordedRollouts)
+        check_rows(self.train_dataset, recorded, args.sparse.num_generations)
+        if recorded:
+            self.engine.check_sampling(self.sampling)
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
         if self.args.sync_ref_model and self.learned_policy is not None:
             raise UserError("the reference model lacks the scorers of the model; remove this key", "sync_ref_model")
