@@ -516,6 +516,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Sample the validation prompts, score the completions, and return the metrics, as TRL does."""
         # The evaluation's data loader draws from the random state, and TRL shuffles the next training buffer with it.
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*args, **kwargs)
