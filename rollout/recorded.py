@@ -125,17 +125,18 @@ def _problems(folder: Path, config: Any, tokenizer: Any, samples: int) -> list[l
     return groups
 
 
-def check_rows(rows: Any, recorded: bool, samples: int) -> None:
+def check_rows(rows: Any, recorded: bool, samples: int, contexts: bool = False) -> None:
     """Raise UserError unless rows of `recorded_rows`, and no others, are used with RecordedRollouts, and hold as many
-    samples of a problem as a group has.
+    samples of a problem as a group has; and unless rows have a context, if `contexts` are compacted.
 
     recorded : True if RecordedRollouts take the place of an engine
     """
-    has_samples = TOKENS.keys() <= {*getattr(rows, "column_names", ())}
-    if has_samples != recorded:
-        raise UserError(
-            "rows of recorded rollouts need RecordedRollouts as the engine, other rows need another", "engine"
-        )
+    names = {*(getattr(rows, "column_names", None) or ())}
+    if (TOKENS.keys() <= names) != recorded:
+        wrong = "rows of recorded rollouts need RecordedRollouts as the engine, other rows need another"
+        raise UserError(wrong, "engine")
+    if contexts and "context" not in names:
+        raise UserError("needs rows with a column context, which each prompt begins with", "prompt_cache")
     if recorded and len(rows[0]["samples"]) != samples:
         wrong = f"is {samples}, but a row holds {len(rows[0]['samples'])} recorded samples; set the same number"
         raise UserError(wrong, "num_generations")

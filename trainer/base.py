@@ -35,6 +35,7 @@ from sparse_rl.experts import has_experts
 from sparse_rl.methods.kvpop.policy import KVpop
 from sparse_rl.methods.kvpop.scorers import NOT_DECAYED
 from sparse_rl.metrics import UNCHANGED
+from sparse_rl.models.centres import copy_centres
 from sparse_rl.models.directory import SCORERS, read_scorers, save_policy, write_scorers
 from sparse_rl.models.load import base_of, load_weights, read_model, writable
 from sparse_rl.models.weights import file_fingerprints
@@ -64,6 +65,7 @@ from trainer.config import ScorersConfig
 from trainer.losses import ScorerLoss
 from trainer.reshard import STATE_FILE, Layout, reshard, settle
 from trainer.sampler import SamplerSettings
+from trainer.teacher import INDEX, TeacherCache
 
 logger = logging.getLogger("sparse_rl")
 LOGGED = ("loss", "train_loss", "grad_norm")
@@ -223,6 +225,8 @@ class Resumable(Trainer):
             write_scorers(folder, weights)
         if self.policy is not None:
             save_policy(folder, self.policy)
+            if not hasattr(self.model, "peft_config"):
+                copy_centres(base_of(self.model).config._name_or_path, folder, self.policy)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with stage("evaluating"):
@@ -364,16 +368,18 @@ class Resumable(Trainer):
         )
 
     def own_inputs(self) -> dict[str, str]:
-        """Return the fingerprints of the rows and of the start model's files. Functions, as rewards, have none."""
+        """Return the fingerprints of the rows and of the models' files. Functions, as rewards, have none."""
         rows = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
         inputs = {f"rows of {name}": rows_fingerprint(part) for name, part in rows.items() if isinstance(part, Sized)}
-        if self.sampler is not None and self.sampler.place:
+        places = {"model": "" if self.sampler is None else self.sampler.place}
+        if isinstance(teacher := getattr(self, "teacher", None), TeacherCache):
+            places["teacher"] = str(teacher.folder / INDEX)
+        elif teacher is not None:
+            places["teacher"] = self.accelerator.unwrap_model(teacher).config._name_or_path
+        for role, place in places.items():
             with suppress(HFValidationError, OSError):  # the directory of a module may be gone
-                files = file_fingerprints(self.sampler.place, True)
-                inputs |= {f"model/{name}": value for name, value in files.items()}
-        if (teacher := getattr(self, "teacher", None)) is not None:
-            place = getattr(getattr(teacher, "config", None), "_name_or_path", "")
-            inputs["teacher"] = str(getattr(teacher, "folder", place))
+                files = file_fingerprints(place, True) if place else {}
+                inputs |= {f"{role}/{name}": value for name, value in files.items()}
         return inputs
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -326,15 +326,15 @@ class DistillTrainer(TaughtTrainer):
                 return rows
             if not hasattr(rows, "column_names"):
                 raise UserError("must be a datasets.Dataset, or a list of Examples", where)
-            check_rows(rows, recorded, 1)
+            contexts = sampler.prompt_cache is not None
+            check_rows(rows, recorded, 1, contexts)
             if args.distill.keep is not None:
                 raise UserError("names a reward, which only a recipe can use; filter the rows instead", "keep")
             nonlocal processing_class, about
             processing_class = sampler.tokenizer() if processing_class is None else processing_class
             longest = sampler.rollout.max_model_len, config.max_position_embeddings
-            if sampler.prompt_cache is not None and about is None:
-                about = ContextPrompts.of_row(rows[0], processing_class)
-            contexts = sampler.prompt_cache is not None
+            if contexts and about is None:
+                about = ContextPrompts.of_row(next(iter(rows)), processing_class)
             return make_examples(rows, processing_class, thinking, args.distill, longest, where, contexts)
 
         data: Any = examples_of(train_dataset, "train_dataset"), examples_of(eval_dataset, "eval_dataset")

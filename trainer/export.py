@@ -82,13 +82,12 @@ def _write_model(trainer: Any, folder: Path, lora: bool) -> None:
             merged.save_pretrained(folder)
             if trainer.policy is not None:
                 save_policy(folder, trainer.policy)
+                copy_centres(base_of(model).config._name_or_path, folder, trainer.policy)
     else:
         trainer.save_model(str(folder), _internal_call=True)
     if trainer.is_world_process_zero():
         save_tokenizer(trainer.processing_class, folder)
         model.generation_config.save_pretrained(folder)
-        if trainer.policy is not None:
-            copy_centres(base_of(model).config._name_or_path, folder, trainer.policy)
 
 
 def _restore(config: Any) -> None:

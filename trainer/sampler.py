@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rollout.config import SAMPLE_LIVE, RolloutConfig
 from rollout.context.config import PromptCacheConfig, TrainedPromptCache
@@ -14,7 +14,7 @@ from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, choose_engine, make_engine
 from rollout.recorded import RecordedRollouts
 from sparse_rl.attention import compute_exactly
-from sparse_rl.config import Source, as_mapping, build
+from sparse_rl.config import Source, as_mapping, coerce
 from sparse_rl.errors import UserError
 from sparse_rl.experts import has_experts
 from sparse_rl.models.directory import model_directory, saved_policy
@@ -67,12 +67,11 @@ class SamplerSettings:
         place = model_directory(str(model)) if isinstance(model, (str, Path)) else _loaded_from(model)
         if engine is not None and cache is not None:
             raise UserError("the given engine has a policy of its own; remove cache", "cache")
-        if not isinstance(rollout, RolloutConfig):
-            if not isinstance(rollout, Mapping | None):
-                raise UserError(f"must be a mapping of keys such as max_batch, got {type(rollout).__name__}", "rollout")
-            rollout = build(RolloutConfig, {"engine": "hf", **(rollout or {})}, "rollout", Source())
+        if isinstance(rollout, Mapping | None):
+            rollout = {"engine": "hf", **(rollout or {})}
+        rollout = cast(RolloutConfig, coerce(rollout, RolloutConfig, "rollout", Source()))
         if prompt_cache is not None and not isinstance(prompt_cache, PromptCacheConfig):
-            prompt_cache = build(TrainedPromptCache, dict(prompt_cache), "prompt_cache", Source())
+            prompt_cache = cast(PromptCacheConfig, coerce(prompt_cache, TrainedPromptCache, "prompt_cache", Source()))
         if engine is not None and prompt_cache is not None:
             raise UserError("contexts are compacted by an engine of the trainer's own; remove engine", "prompt_cache")
         if engine is not None:

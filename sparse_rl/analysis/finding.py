@@ -70,7 +70,10 @@ def difference(pairs: Sequence[Pair]) -> tuple[float, float]:
 
 
 def find(runs: Sequence[ReportedRun], rows: Sequence[Any]) -> Finding:
-    """Return the finding. rows : rows of evaluations with the attributes of EvalRow, and with `conditions`"""
+    """Return the finding.
+
+    rows : rows of evaluations with the attributes of EvalRow, with `conditions`, and with the time `written`
+    """
     result, scored = Finding(), [row for row in rows if row.accuracy is not None]
     for some in by_kind(runs).values():
         _add_trainings(result, some, scored)
@@ -84,7 +87,8 @@ def find(runs: Sequence[ReportedRun], rows: Sequence[Any]) -> Finding:
 
 def _add_trainings(result: Finding, runs: Sequence[ReportedRun], rows: Sequence[Any]) -> None:
     """Add the effect of the runs of one kind: all under the cache under which most of them can be compared."""
-    table = {(_place(row.model), row.conditions, _cache(row)): row for row in rows}
+    newest = sorted(rows, key=lambda row: row.written)  # of equal evaluations the newest counts
+    table = {(_place(row.model), row.conditions, _cache(row)): row for row in newest}
     run_of = {run.folder: run for run in runs}
     lines = {group.name: [run_of[Path(folder)] for folder in group.folders] for group in groups(runs)}
     own = [(block.get("policy"), block.get("budget")) for run in runs if (block := run.recipe.get("cache"))]
@@ -122,6 +126,7 @@ def _add_trainings(result: Finding, runs: Sequence[ReportedRun], rows: Sequence[
     others = len({one.task for one in evaluated} - {row.task})
     counts = f"{row.problems:,} problems, {seeds}" + f"; {others} further tasks are below" * bool(others)
     costs += [] if row.policy == "full" else [_held([after for _, after in compared[best]])]
+    costs += ["of repeated evaluations, the newest counts"] if len(table) < len(rows) else []
     result.sentences.append((f"{about} {ends} ({counts}).", "; ".join(costs)))
     if count == 1:
         result.remedy = "This is one seed: train and evaluate others to see the spread."

@@ -2,7 +2,7 @@
 
 transformers calls the function under the name ATTENTION. The forward keyword `kv_view` determines which tokens a query
 sees: in training a view from `make_view` (views.py), in sampling a cache (sparse_rl/policies/cache.py). Without it, the
-function is plain causal SDPA. It is a keyword because gradient checkpointing passes keywords to the recomputed forward
+function is transformers' SDPA. It is a keyword because gradient checkpointing passes keywords to the recomputed forward
 pass; a context variable or a module attribute would silently give wrong gradients.
 
 Sizes in shapes: B rows, Hq query heads, Hkv kv heads, T queries of the call, D head_dim.
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sparse_rl.attention.families import check_length, check_noises, check_replayable
@@ -89,29 +89,25 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     kv_view: KVView | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention by `kv_view`, or by plain SDPA if it is None; transformers defines the signature.
+    """Compute a layer's attention by `kv_view`, or by transformers' SDPA if it is None, which also serves encoders.
 
     query : [B, Hq, T, D], after RoPE
     key, value : [B, Hkv, T, D], keys after RoPE
 
     Returns the output [B, T, Hq, D], and None instead of attention weights. Raises UserError for dropout with a view.
     """
+    if kv_view is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
+    check_length(module.config, query.shape[2])
+    if dropout:
+        raise UserError(f"attention dropout {dropout} cannot be replayed; set attention_dropout to 0 in the model")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if kv_view is not None:
-        check_length(module.config, query.shape[2])
-        if dropout:
-            raise UserError(f"attention dropout {dropout} cannot be replayed; set attention_dropout to 0 in the model")
-        arguments = cast(int, module.layer_idx), query, key, value, scaling
-        if kv_view.observe is not None:
-            kv_view.observe(*arguments)
-        out = kv_view.attend(*arguments)
-    else:
-        causal = attention_mask is None and query.shape[2] > 1
-        options: Any = {"dropout_p": dropout, "is_causal": causal, "scale": scaling, "enable_gqa": True}
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **options)
-    return out.transpose(1, 2).contiguous(), None
+    arguments = cast(int, module.layer_idx), query, key, value, scaling
+    if kv_view.observe is not None:
+        kv_view.observe(*arguments)
+    return kv_view.attend(*arguments).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, attention_forward)

@@ -237,7 +237,7 @@ def eval_rows(file: Path) -> list[Any]:
                 setattr(one, name, {int(k): value for k, value in row[name].items()})
             # wrong types show here, before the rows of other files are drawn beside these
             accuracy_table([one]), Path(one.model)
-            one.conditions = conditions(one, content.get("recipe") or {})
+            one.conditions, one.written = conditions(one, content.get("recipe") or {}), file.stat().st_mtime
             made.append(one)
         return made
     return []

@@ -21,6 +21,7 @@ RECIPE: dict[str, Any] = {"tasks": {"sums": {"limit": 9}}, "temperature": 1.0, "
 def row(model: str, accuracy: float, policy: str = "gkv", error: float | None = 0.01, **more: Any) -> Any:
     values = {"task": "sums", "parameters": {} if policy == "full" else {"budget": 40}, "problems": 500, "samples": 1}
     cost = {"excluded": 0, "retention": 1.0 if policy == "full" else 0.44, "peak_entries": 48}
+    cost["written"] = 0.0
     made = {"model": model, "policy": policy, "accuracy": accuracy, "standard_error": error, **values, **cost, **more}
     one = SimpleNamespace(**made)
     one.conditions = conditions(one, RECIPE)
@@ -78,6 +79,16 @@ def test_rows_under_other_conditions_are_not_compared(change, tmp_path):
     assert "raised" not in words(result)
     assert "unknown" in result.remedy
     assert result.bars == []
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_repeated_evaluations_the_newest_counts(order, tmp_path):
+    run = trained(tmp_path, "sparse")
+    once = [row("/start", 0.25), row(str(run.folder), 0.5, written=1.0)]
+    again = find([run], [*once, row(str(run.folder), 0.8, written=2.0)][::order])
+    assert "from 25.0% to 80.0%" in words(again)
+    assert "of repeated evaluations, the newest counts" in words(again)
+    assert "repeated" not in words(find([run], once)), "control"
 
 
 def test_another_sampling_is_another_condition():

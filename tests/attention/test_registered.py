@@ -10,7 +10,14 @@ import pytest
 import torch
 from tiny import new_model
 from traces import trace_of
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from sparse_rl.attention.families import FAMILIES, cache_shape
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
@@ -81,6 +88,23 @@ def test_chunks_with_a_cache_equal_one_forward_pass() -> None:
         torch.testing.assert_close(torch.cat(parts, dim=1), at_once, rtol=0, atol=1e-5)
         alone = model(input_ids=ids[:, 4:9]).logits
     assert (alone - parts[1]).abs().max() > 1e-2  # control
+
+
+def test_an_encoder_that_a_trainer_loads_with_our_attention_sees_both_ways() -> None:
+    """As a reward model does, with padding and without. Control: a causal encoder."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    model = BertForSequenceClassification(BertConfig(**sizes, num_attention_heads=2, initializer_range=0.5)).eval()
+    ids, mask = batch()
+    scores = {}
+    for name in ("eager", ATTENTION):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            scores[name] = torch.cat([model(ids, attention_mask=mask.flip(1)).logits, model(ids).logits])
+    torch.testing.assert_close(scores[ATTENTION], scores["eager"], rtol=0, atol=1e-5)
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.is_causal = True
+    with torch.no_grad():
+        assert (model(ids).logits - scores["eager"][len(ids) :]).abs().max() > 1e-2
 
 
 def test_adopting_twice_equals_adopting_once() -> None:

@@ -116,7 +116,8 @@ def test_trainings_stand_beside_the_model_before_training(tmp_path, monkeypatch)
     Path("runs/eval.json").write_text(json.dumps({"rows": rows}))
     assert main(["report", "runs"]) == 0
     text = Path("runs/report.html").read_text()
-    assert text.index("Training sparse (grpo: RL-Sparse, the best of 2 trainings under this cache) raised") < text.index("<nav")
+    finding = "Training sparse (grpo: RL-Sparse, the best of 2 trainings under this cache) raised"
+    assert text.index(finding) < text.index("<nav")
     assert re.findall(r"<span>(.*?)</span><b>(.*?)</b>", text) == [
         ("before training", "25.0%"), ("mismatched", "50.0%"), ("sparse", "90.0%")
     ]  # fmt: skip

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from dense_matched import DenseView
+from peft import LoraConfig
 from trainer_runs import small
 
 from rollout import make_engine
@@ -133,6 +135,42 @@ def test_loss_and_gradients_equal_the_dense_reference(settings, flex_trains, dis
     for name, weight in trainer.model.named_parameters():
         assert weight.grad is not None, name
         torch.testing.assert_close(weight.grad.double(), gradients[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_only_the_validation_examples_are_evaluated(distill, rows):
+    """Control: the trainer's own validation examples."""
+    trainer = distill()
+    for given in (None, rows):  # it has none of its own
+        with pytest.raises(UserError, match="eval_dataset: only the eval_dataset of the constructor is evaluated"):
+            trainer.evaluate(given)
+    trainer.eval_dataset = rows[:2]
+    assert trainer.evaluate()["eval_kl"] > 0
+    with pytest.raises(UserError, match="eval_dataset: only the eval_dataset of the constructor"):
+        trainer.evaluate(rows[2:])
+
+
+def test_a_script_does_not_resume_with_another_teacher_or_other_adapters(tiny, tmp_path):
+    """Control: the same script, with more steps."""
+    data = Dataset.from_list([{"prompt": "1+1=", "completion": "2"}] * 4)
+
+    def script(r: int = 2, **changed: Any) -> DistillTrainer:
+        steps = {"max_steps": changed.pop("max_steps", 1), "save_steps": 1}
+        args = DistillArguments(output_dir=str(tmp_path), **SETTINGS, **steps)
+        given = {"teacher": tiny(num_hidden_layers=3), **changed}
+        lora = LoraConfig(r=r, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        return DistillTrainer(tiny(), args, data, cache=POLICY, rollout={"engine": "hf"}, peft_config=lora, **given)
+
+    script().train()
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"teacher": None}, "teacher/model.safetensors was "),
+        ({"r": 4}, r"lora\.default\.r was 2 and is now 4"),
+    )
+    for changed, wrong in refused:
+        with pytest.raises(UserError, match=wrong):
+            script(**changed).train(resume_from_checkpoint=True)
+    again = script(max_steps=2)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
 
 
 def test_control_wrong_traces_and_temperatures_change_the_loss(distill, rows):

@@ -2,11 +2,13 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
-from trainer_runs import timeless, trained
+from trainer_runs import digits, timeless, trained
+from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from sparse_rl.metrics import read_metrics
@@ -68,6 +70,24 @@ def test_validation_logs_its_metrics_and_does_not_change_training(schedule, grpo
         assert line["eval_replay/gap_max"] <= 1e-5
         assert not any(name.startswith(("replay/", "time/")) for name in line)
     assert lines[0]["eval_entropy"] != lines[-1]["eval_entropy"]
+
+
+def test_a_steps_time_is_that_of_sampling_and_updates(grpo, monkeypatch):
+    """Its parts are told by a clock that rewards (1 s) and checkpoints (50 s) move."""
+    clock = [0.0]
+    monkeypatch.setattr("trainer.grpo.metrics.now", lambda: clock[0])
+
+    def reward(**columns: Any) -> list[float]:
+        clock[0] += 1
+        return digits(**columns)
+
+    slow: Any = TrainerCallback()
+    slow.on_save = lambda *_, **__: clock.append(clock.pop() + 50)
+    more = {"eval_on_start": True, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
+    trainer = grpo(reward=reward, callbacks=(slow,), max_steps=2, **VALIDATED, **more)
+    clock[0] += 100
+    assert [(line["time/step"], line["time/rewards"]) for line in trained(trainer)] == [(1, 1)]
+    assert clock[0] > 200  # the control: validations and checkpoints took time
 
 
 def test_a_reward_of_none_is_null_in_the_completions(tmp_path):

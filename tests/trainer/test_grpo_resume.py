@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from trainer_runs import KillAt, Killed, steps, timeless
 
+from sparse_rl.errors import UserError
 from sparse_rl.metrics import read_metrics
+from trainer.grpo.trainer import SparseGRPOTrainer
 
 HALVES = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
 TWICE = {**HALVES, "num_iterations": 2}
@@ -110,3 +113,16 @@ def test_control_a_run_resumed_without_a_part_of_its_state_differs(grpo):
     file.unlink()
     with pytest.raises(ValueError, match=r"has no progress_0\.pt"):
         grpo("refused", **settings).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_script_does_not_resume_with_another_value_of_thinking(grpo):
+    """Control: the same value."""
+
+    def script(thinking: bool) -> Any:
+        made: Any = partial(SparseGRPOTrainer, thinking=thinking)
+        return grpo(trainer_class=made, max_steps=1, save_strategy="steps", save_steps=1)
+
+    script(True).train()
+    with pytest.raises(UserError, match="thinking was true and is now false"):
+        script(False).train(resume_from_checkpoint=True)
+    script(True).train(resume_from_checkpoint=True)

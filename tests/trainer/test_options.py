@@ -12,6 +12,8 @@ from typing import Any
 import peft
 import pytest
 import trl
+from datasets import Dataset
+from trainer_runs import GKV
 from transformers import TrainingArguments
 
 from sparse_rl.errors import UserError
@@ -19,7 +21,7 @@ from sparse_rl.recipe import make_recipe
 from trainer.arguments import ReplayedArguments
 from trainer.config import SFTConfig
 from trainer.distill import DistillArguments, DistillTrainer
-from trainer.grpo.trainer import SparseGRPOArguments, check_made
+from trainer.grpo.trainer import SparseGRPOArguments, SparseGRPOTrainer, check_made
 from trainer.options import REFUSED, instead
 from trainer.retrofit import KVpopArguments
 from trainer.sft import make_trainer
@@ -86,6 +88,9 @@ def test_arguments_that_are_constructed_directly_are_checked_too(tmp_path):
         "token_truncate",
         5.0,
     )
+    with pytest.raises(UserError, match=r"match_gradient: must be through or constant, got 'none'"):
+        DistillArguments(output_dir=str(tmp_path), **CPU, match_gradient="none")
+    assert DistillArguments(output_dir=str(tmp_path), **CPU, match_gradient="constant").match_gradient == "constant"
     assert isinstance(grpo_args, ReplayedArguments)
     assert grpo_args.kind == "grpo"
 
@@ -112,7 +117,8 @@ def test_gradient_checkpointing_is_never_reentrant(kind, tmp_path):
         ({"rollout_func": print}, "rollout_func: a trace covers one completion"),
         ({"args": TrainingArguments("o", **CPU)}, "args: must be of class SparseGRPOArguments .* or GRPOConfig, got T"),
         ({"args": trl.GRPOConfig("o", **CPU, repetition_penalty=2.0)}, "repetition_penalty: not an option here"),
-        ({"rollout": ["hf"]}, "rollout: must be a mapping of keys such as max_batch, got list"),
+        ({"rollout": ["hf"]}, "rollout: expected a mapping"),
+        ({"prompt_cache": ["am"]}, "prompt_cache: expected a mapping"),
         ({"rollout": {"max_bach": 2}}, "rollout.max_bach: unknown key; did you mean rollout.max_batch"),
         ({"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel: in training each process"),
         ({"cache": {"policy": "gkv"}}, "cache policy 'gkv' needs a budget"),
@@ -124,7 +130,6 @@ def test_gradient_checkpointing_is_never_reentrant(kind, tmp_path):
     ],
 )
 def test_unsupported_trainer_arguments_are_refused(given, says, grpo):
-    from trainer.grpo.trainer import SparseGRPOTrainer
 
     def make(**defaults: Any) -> Any:
         return SparseGRPOTrainer(**{**defaults, **given})
@@ -132,6 +137,56 @@ def test_unsupported_trainer_arguments_are_refused(given, says, grpo):
     with pytest.raises(UserError, match=says) as caught:
         grpo(model="nowhere", trainer_class=make)
     assert "\n" not in str(caught.value)
+
+
+def test_rows_that_are_no_dataset_are_refused(grpo, tiny, tmp_path):
+    """Control: the same rows as a Dataset. Distillation reads a stream whole; GRPO needs a length."""
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
+    dataset = Dataset.from_list(rows)
+
+    def distill(given: Any) -> Any:
+        args = DistillArguments(output_dir=str(tmp_path), **CPU)
+        return DistillTrainer(tiny(), args, given, cache=GKV, rollout={"engine": "hf"}).train_dataset
+
+    assert distill(dataset.to_iterable_dataset()) == distill(dataset)
+    assert len(distill(dataset)) == 8
+    with pytest.raises(UserError, match=r"train_dataset: must be a datasets\.Dataset, or a list of Examples"):
+        distill(rows)
+
+    def make(**defaults: Any) -> Any:
+        return SparseGRPOTrainer(**{**defaults, "train_dataset": dataset.to_iterable_dataset()})
+
+    grpo()
+    with pytest.raises(UserError, match=r"train_dataset: must be a datasets\.Dataset, which has a length"):
+        grpo(trainer_class=make)
+
+
+def test_rows_without_contexts_are_refused_where_contexts_are_compacted(grpo, tiny, tmp_path):
+    """Control: rows with contexts."""
+    rows = Dataset.from_list([{"prompt": "1+1=", "completion": "2", "context": "1+"}] * 8)
+    given: dict[str, Any] = {"cache": "full", "prompt_cache": {"ratio": 0.5}}
+
+    def distill(rows: Any, held_out: Any = None) -> Any:
+        args = DistillArguments(output_dir=str(tmp_path), **CPU)
+        return DistillTrainer(tiny(), args, rows, held_out, rollout={"engine": "hf"}, **given)
+
+    def make(**defaults: Any) -> Any:
+        return SparseGRPOTrainer(**{**defaults, **given})
+
+    def with_contexts(**defaults: Any) -> Any:
+        return make(**{**defaults, "train_dataset": rows})
+
+    distill(rows, rows)
+    grpo(trainer_class=with_contexts)
+    without = rows.remove_columns("context")
+    for refused in (
+        lambda: distill(without),
+        lambda: distill(rows, without),
+        lambda: grpo(trainer_class=make),
+        lambda: grpo(trainer_class=with_contexts, held_out=4),
+    ):
+        with pytest.raises(UserError, match="prompt_cache: needs rows with a column context"):
+            refused()
 
 
 def test_a_model_with_adapters_other_than_lora_is_refused(grpo, new_model):

@@ -8,6 +8,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,21 @@ import pytest
 import torch
 from processes import python
 from safetensors.torch import load_file
-from trainer_runs import GKV, SAMPLED, check_resumed, digits, small, steps, timeless
+from trainer_runs import GKV, SAMPLED, SETTINGS, check_resumed, digits, small, steps, timeless
 
 from rollout import make_engine
+from rollout.recorded import RecordedRollouts, recorded_rows
 from sparse_rl.commands.rollout import sample
 from sparse_rl.commands.train import train
+from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
+from sparse_rl.models.load import load_config, load_tokenizer
+from sparse_rl.policies import make_policy
 from sparse_rl.recipe import make_recipe
 from sparse_rl.trace import EvictionTrace, load_traces, read_fingerprint, save_traces
+from trainer.distill import DistillArguments, DistillTrainer
 from trainer.grpo.metrics import ReplayGapError
+from trainer.grpo.trainer import SparseGRPOArguments, SparseGRPOTrainer
 
 SEED = 42
 FIRST = (SEED + 1) * 1_000_003 + 1  # seed of the first generation of a run of one process
@@ -156,12 +163,13 @@ def test_slices_hold_whole_problems_and_keep_reads_the_recorded_completions(reci
     rows = [((*row["prompt_ids"], *row["completion_ids"]), row["reward"]) for row in lines(Path(folder))]
     least = min(max(reward for _, reward in half) for half in (rows[:8], rows[8:]))
     first, second = ({"traces": folder, "split": f"train[{part}]"} for part in (":50%", "50%:"))
-    keys = {"keep": "trainer_runs:digits", "keep_from": least, "validation": {"data": second}}
-    made = recipe("distill", "kept", data=first, **keys)
-    kept, held_out = ([(*e.prompt, *e.completion) for e in part] for part in made.examples(made.prepare_training()))
-    assert kept == [tokens for tokens, reward in rows[:8] if reward >= least]
-    assert held_out == [tokens for tokens, reward in rows[8:] if reward >= least]
-    assert len(kept) + len(held_out) < 16
+    for reward in ("trainer_runs:digits", "recorded"):
+        keys = {"keep": reward, "keep_from": least, "validation": {"data": second}}
+        made = recipe("distill", "kept", data=first, **keys)
+        kept, held_out = ([(*e.prompt, *e.completion) for e in part] for part in made.examples(made.prepare_training()))
+        assert kept == [tokens for tokens, reward in rows[:8] if reward >= least]
+        assert held_out == [tokens for tokens, reward in rows[8:] if reward >= least]
+        assert len(kept) + len(held_out) < 16
 
 
 @pytest.mark.slow
@@ -190,6 +198,36 @@ def test_processes_share_a_recorded_group(recipe, recorded, tmp_path):
         assert two == pytest.approx(alone, rel=2e-5, abs=1e-6), key
     assert results[1][0]["replay/gap_max"] < 1e-5
     assert results[1][2]["replay/gap_mean"] > 1e-4  # the control: after an update the sampler's weights are others
+
+
+def test_python_holds_records_against_the_trainer(recorded, tiny, tmp_path):
+    """Controls: the same trainers with what belongs to the record."""
+    folder, model, tokenizer = str(recorded(problems=4)), tiny(), load_tokenizer(tiny())
+    config, data = load_config(model), DataConfig(traces=(folder,))
+    record = RecordedRollouts([folder], model, config, make_policy(GKV))
+    groups, single = recorded_rows(data, config, tokenizer, 4), recorded_rows(data, config, tokenizer)
+
+    def grpo(rows: Any = groups, **changed: Any) -> Any:
+        args = SparseGRPOArguments(output_dir=str(tmp_path), **{**SETTINGS, **changed})
+        return SparseGRPOTrainer(model, digits, args, rows, processing_class=tokenizer, engine=record)
+
+    def distill(rows: Any, engine: Any = record) -> Any:
+        args = DistillArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+        return DistillTrainer(model, args, rows, engine=engine, cache=None if engine else GKV)
+
+    grpo()
+    for key, value in {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_completion_length": 10}.items():
+        with pytest.raises(UserError) as error:
+            grpo(**{key: value})
+        assert error.value.key == key
+    with pytest.raises(UserError, match="num_generations: is 2, but a row holds 4"):
+        grpo(num_generations=2)
+    examples = list(distill(single).train_dataset)
+    assert all(example.place is not None for example in examples)
+    distill(plain := [replace(example, place=None) for example in examples], None)
+    for rows, engine in ((plain, record), (examples, None), ([*plain, *examples], None)):
+        with pytest.raises(UserError, match="train_dataset: recorded examples need RecordedRollouts as the engine"):
+            distill(rows, engine)
 
 
 @pytest.fixture
@@ -228,6 +266,8 @@ def test_records_that_do_not_belong_to_the_recipe_are_refused(recipe, recorded, 
     shutil.copytree(folder, copy)
     write_lines(copy, [{**row, "completion": "another text"} for row in lines(folder)])
     assert "tokenizer" in refused(str(copy), "data.traces")
+    write_lines(copy, [{**row, "level": i // 2} for i, row in enumerate(lines(folder))])
+    assert "line 3: key level differs between samples of one problem" in refused(str(copy), "data.traces")
     write_lines(copy, lines(folder)[:-1])
     assert "traces" in refused(str(copy), "data.traces")
     file = next(folder.glob("traces-*"))

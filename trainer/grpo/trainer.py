@@ -238,12 +238,13 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         args.settle_kernel(live.config)
         carry_scorers(live, self.sampler.policy, self.sampler.place)
         lengths = max_prompt_tokens, self.sampling.max_tokens
-        about = None
-        if self.sampler.prompt_cache is not None:
-            about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class)
+        recorded = isinstance(self.sampler.engine, RecordedRollouts)
+        contexts, held_out = self.sampler.prompt_cache is not None, cast(Any, self.eval_dataset)
+        check_rows(self.train_dataset, recorded, args.sparse.num_generations, contexts)
+        for rows in filter(None, held_out.values() if isinstance(held_out, dict) else [held_out]):
+            check_rows(rows, recorded, cast(int, self.num_generations_eval), contexts)
+        about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class) if contexts else None
         self.engine = self.sampler.open(live, self.sampler.place or live, live, args, *lengths, about)
-        recorded = isinstance(self.engine, RecordedRollouts)
-        check_rows(self.train_dataset, recorded, args.sparse.num_generations)
         if recorded:
             self.engine.check_sampling(self.sampling)
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
@@ -518,13 +519,14 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Sample the validation prompts, score the completions, and return the metrics, as TRL does."""
         # The evaluation's data loader draws from the random state, and TRL shuffles the next training buffer with it.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), self.clock.paused():
             return super().evaluate(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         before = self.clock.logged_step
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self.clock.logged_step != before:  # a step's time excludes evaluation and checkpoints
+        with self.clock.paused():  # a step's time excludes evaluation and checkpoints
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.clock.logged_step != before:
             self.clock.restart()
 
     def extra_state(self) -> dict[str, Any]:
@@ -556,6 +558,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         if self.args.sync_ref_model:
             load_reference(self.ref_model, self.accelerator, state["reference"])
         self.clock.logged_step = self.state.global_step
+
+    def _at_start(self) -> None:
+        super()._at_start()
         self.clock.restart()
 
 
