@@ -225,7 +225,7 @@ class Resumable(Trainer):
             write_scorers(folder, weights)
         if self.policy is not None:
             save_policy(folder, self.policy)
-            if not hasattr(self.model, "peft_config"):
+            if not hasattr(self.model, "peft_config"):  # else these are adapters, of no model of their own
                 copy_centres(base_of(self.model).config._name_or_path, folder, self.policy)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -363,9 +363,8 @@ class Resumable(Trainer):
         given: Any = {"kind": getattr(self.args, "kind", None), **self.args.to_dict(), **sampled}
         adapters = {name: config.to_dict() for name, config in getattr(self.model, "peft_config", {}).items()}
         given |= {"launch": self._launch(), "lora": adapters, "thinking": getattr(self, "thinking", None)}
-        return json.loads(
-            json.dumps(given, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
-        )
+        text = json.dumps(given, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+        return json.loads(text)
 
     def own_inputs(self) -> dict[str, str]:
         """Return the fingerprints of the rows and of the models' files. Functions, as rewards, have none."""

@@ -264,9 +264,8 @@ def check_sampled(
     if scorers is None:
         return
     if not isinstance(cache, KVpopPolicyConfig):
-        raise UserError(
-            f"{cache.name} has no scorers to train; remove scorers, or set cache.policy to kvpop", "scorers"
-        )
+        wrong = f"{cache.name} has no scorers to train; remove scorers, or set cache.policy to kvpop"
+        raise UserError(wrong, "scorers")
     if cache.scorer.name == "recency":
         raise UserError("the scorer recency has no parameters, so there is nothing to learn; remove scorers", "scorers")
     refuse_own_groups(optim)

@@ -430,9 +430,8 @@ class DistillTrainer(TaughtTrainer):
                 return self._distilled(student, batch, batch.hidden(student, replayed=True))
             assert args.scorers is not None
             traces = [trace_of(example) for example in batch.examples]
-            view = self.scorer_loss.view(
-                student, *batch.sizes(), batch.ids.shape[1], kernel=args.attention_kernel, traces=traces
-            )
+            row = student, *batch.sizes(), batch.ids.shape[1]
+            view = self.scorer_loss.view(*row, kernel=args.attention_kernel, traces=traces)
             loss, *others, count = self._distilled(student, batch, batch.hidden_under(student, view))
             boundary = torch.stack(list(view.of_policy.losses.values())).mean() * count
         return loss + args.scorers.weight * boundary, *others, boundary.detach(), count

@@ -200,11 +200,8 @@ def _measured(row: Any) -> str:
 
 def _points(change: float, error: float) -> str:
     """Return a difference of accuracy in percentage points."""
-    size = (
-        f"± {100 * error:.1f} percentage points"
-        if math.isfinite(error)
-        else "percentage points, of unknown standard error"
-    )
+    known = f"± {100 * error:.1f} percentage points"
+    size = known if math.isfinite(error) else "percentage points, of unknown standard error"
     within = ", within error (2 standard errors)" * (abs(change) <= 2 * error < math.inf)
     return f"{100 * change:+.1f} {size}{within}".replace("-", "−")
 
@@ -213,6 +210,5 @@ def _held(rows: Sequence[Any]) -> str:
     most, parameters = max(row.peak_entries for row in rows), rows[0].parameters
     whole = parameters.get("budget") == most - parameters.get("period", math.inf)
     entries = f"at most {most:,} entries{' (budget + period)' * whole} in each kv head"
-    return (
-        f"the small cache held {fmean(row.retention for row in rows):.0%} of a sequence's tokens at the end, {entries}"
-    )
+    kept = f"{fmean(row.retention for row in rows):.0%} of a sequence's tokens at the end"
+    return f"the small cache held {kept}, {entries}"

@@ -138,9 +138,8 @@ def opening(results: Results, runs: Sequence[ReportedRun], rows: Sequence[Any]) 
     finding, files = find_effect(runs, rows), {"sampled completions": results.rollouts, **results.files}
     if not finding.sentences:
         measured = ", ".join(name.removesuffix(".json").replace("_", " ") for name, some in files.items() if some)
-        finding.sentences.append(
-            (f"Measured: {measured or 'figures'}. There is no training or evaluation to compare.", "")
-        )
+        words = f"Measured: {measured or 'figures'}. There is no training or evaluation to compare."
+        finding.sentences.append((words, ""))
     return html.finding(finding)
 
 
@@ -251,12 +250,9 @@ def analyses(results: Results, folder: Path) -> str:
     from sparse_rl.analysis import budgets as head_budgets
     from sparse_rl.analysis.report import html
 
+    changes = "Change of the loss if one kv head keeps another ratio."
     of_budgets = (
-        (
-            head_budgets.sensitivity,
-            head_budgets.draw_sensitivity,
-            "Change of the loss if one kv head keeps another ratio.",
-        ),
+        (head_budgets.sensitivity, head_budgets.draw_sensitivity, changes),
         (head_budgets.proportions, head_budgets.draw_proportions, "Head budgets, and shares under global selection."),
     )
     made: dict[str, list[str]] = {}

@@ -99,9 +99,8 @@ def _run(options: argparse.Namespace, recipe: TrainRecipe) -> int:
     if rank() == 0:
         from sparse_rl.attention.families import family_only_hf
 
-        unchanged = why_unchanged(
-            read_metrics(recipe.output_dir), recipe.resolved().get("zero_truncated_advantages", True)
-        )
+        zeroed = recipe.resolved().get("zero_truncated_advantages", True)
+        unchanged = why_unchanged(read_metrics(recipe.output_dir), zeroed)
         print(f"model: {model}")
         if unchanged is not None:
             warn(unchanged)

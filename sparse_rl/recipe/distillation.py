@@ -42,9 +42,8 @@ class TaughtRecipe(ReplayedRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.taught_by.teacher_cache is not None and self.loss.top_k is None:
-            raise UserError(
-                "needs top_k, the number of log-probabilities to keep per token, for example 256", "teacher_cache"
-            )
+            wrong = "needs top_k, the number of log-probabilities to keep per token, for example 256"
+            raise UserError(wrong, "teacher_cache")
 
     def with_models(self, directory_of: Callable[[str], str]) -> Self:
         recipe, teacher = super().with_models(directory_of), self.taught_by.teacher
@@ -258,9 +257,8 @@ class KVpopRecipe(TaughtRecipe):
         if not self.cache.schedule.before_attending:
             raise UserError("recipes of kind kvpop train kvpop or dms", "cache.policy")
         if self.lora is not None:
-            raise UserError(
-                "kind kvpop trains the whole model, or with train_base: false only the scorers; remove lora", "lora"
-            )
+            wrong = "kind kvpop trains the whole model, or with train_base: false only the scorers; remove lora"
+            raise UserError(wrong, "lora")
         policy: Any = self.cache
         if policy.scorer.name == "recency" and not self.kvpop.train_base:
             raise UserError("the scorer recency has no parameters to train; set train_base: true", "train_base")

@@ -205,9 +205,8 @@ class TasksRecipe(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.tasks:
-            raise UserError(
-                "name at least one task, for example tasks: [aime24], or tasks: {mine: {path: mine.jsonl}}", "tasks"
-            )
+            wrong = "name at least one task, for example tasks: [aime24], or tasks: {mine: {path: mine.jsonl}}"
+            raise UserError(wrong, "tasks")
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
         cut = self.top_p, self.top_k, self.min_p
@@ -254,9 +253,8 @@ class EvalRecipe(SweptRecipe, TasksRecipe):
             raise UserError("name at least one ratio, as in {policy: am, ratio: 0.05}, or set null", "prompt_cache")
         for key, is_set in (("cache", self.cache is not None), ("sweep", bool(self.sweep.policy or self.sweep.cache))):
             if is_set:
-                raise UserError(
-                    f"nothing is evicted after a context that prompt_cache compacts; remove {key} or prompt_cache", key
-                )
+                wrong = f"nothing is evicted after a context that prompt_cache compacts; remove {key} or prompt_cache"
+                raise UserError(wrong, key)
         self.refuse_without_context("prompt_cache compacts contexts")
 
     def evaluation(self, run: str) -> dict[str, Any]:

@@ -210,10 +210,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         with text_parts(grpo_trainer):
             super().__init__(**given)
         check_made(self)
-        count, need = (
-            len(cast(Any, self.train_dataset)),
-            cast(int, args.generation_batch_size) // args.sparse.num_generations,
-        )
+        count = len(cast(Any, self.train_dataset))
+        need = cast(int, args.generation_batch_size) // args.sparse.num_generations
         if count < need:
             wrong = f"holds {count} prompts, but one generation takes {need}; lower the batch, or add data"
             raise UserError(wrong, "train_dataset")
