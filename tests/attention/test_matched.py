@@ -67,7 +67,7 @@ def with_fit_settings(rollouts: list[Rollout], **changed: float) -> list[Rollout
     ids=lambda changed: "-".join(map(str, changed)) or "as it is",
 )
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("quickstart", marks=pytest.mark.slow), "llama", "stories260K"])
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 def test_trainer_recomputes_the_biases_and_values_of_the_sampler(name: str, changed: dict, tally: Callable) -> None:
     """A trace records evictions and settings of the fit alone. Replay is exact in one batch and in batches of 2."""
     model, rollouts = sampled(name, **changed)

@@ -78,6 +78,7 @@ class NaNInPadding(torch.autograd.Function):
     ids=["dq", "out", "lse", "nan", "padding", "nan in the gradient of padding"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.few(6)
 def test_wrong_kernels_fail_the_check(
     fault: Callable, visible_in: list[str], dtype: torch.dtype, flex_trains: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

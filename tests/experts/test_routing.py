@@ -94,6 +94,7 @@ def test_a_trained_model_needs_products_that_do_not_depend_on_the_rows() -> None
 
 
 @pytest.mark.parametrize("family", WEIGHTS)
+@pytest.mark.few(2)
 def test_gradients_of_a_replay_equal_those_of_the_plain_model(family: str) -> None:
     """With a full cache and the routers' own choices. Control: other experts."""
     model = new_model(family)
@@ -120,6 +121,7 @@ def test_gradients_of_a_replay_equal_those_of_the_plain_model(family: str) -> No
 
 
 @pytest.mark.parametrize("family", WEIGHTS)
+@pytest.mark.few(2)
 def test_recorded_experts_give_the_router_its_gradient(family: str) -> None:
     """Finite differences in float64, under evictions and other experts; checkpointing gives the same bits."""
     model = new_model(family)

@@ -37,6 +37,7 @@ def test_the_running_topk_fits_into_a_gpu() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("dim", [64, 128, 256, pytest.param(72, marks=pytest.mark.slow)])
+@pytest.mark.few(2)
 def test_redundancy_fits_into_a_gpu(dim: int, dtype: str) -> None:
     """And two programs on one multiprocessor, which has 65,536 registers and 228 kB. No kernel takes float32 keys, and
     72 is no multiple of 16, so that fewer bytes are loaded at a time."""

@@ -71,16 +71,16 @@ class StepClock:
             "time/tokens_per_second": self.tokens / elapsed,
         }
 
+    def restart(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.start, self.tokens = now(), 0
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the block out of the times. It may be nested."""
         start, seconds, before = self.start, self.seconds.copy(), now()
         yield
         self.start, self.seconds = start + now() - before, seconds
-
-    def restart(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.start, self.tokens = now(), 0
 
 
 def now() -> float:

@@ -40,6 +40,7 @@ def chosen_slowly(phi: torch.Tensor, count: int, **settings: int) -> list[list[i
 @pytest.mark.parametrize("gram", [False, True])
 @pytest.mark.parametrize("clustered", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.few(8)
 def test_fast_pursuit_chooses_the_entries_of_algorithm_2(
     shape: tuple[int, int, int], clustered: bool, gram: bool, tally: Callable
 ) -> None:
