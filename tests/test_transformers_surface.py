@@ -12,6 +12,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import rename_source_key, revert_weight_conversion
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -20,6 +21,7 @@ from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
 DOCUMENT = Path(__file__).parents[1] / "docs/internals.md"
 HELD = {
     *("AttentionInterface.register", "AttentionMaskInterface.register", "masking_utils.sdpa_mask"),
+    "sdpa_attention.sdpa_attention_forward",
     *("PreTrainedModel.set_attn_implementation", "PretrainedConfig._attn_implementation"),
     *("_gradient_checkpointing_func", "gradient_checkpointing"),
     *("PreTrainedModel._keys_to_ignore_on_save", "trainer.DEFAULT_PROGRESS_CALLBACK"),
@@ -62,12 +64,16 @@ def test_other_names_of_transformers_exist():
     assert 'getattr(model, "_weight_conversions", None)' in inspect.getsource(revert_weight_conversion)
 
 
-def test_conversions_of_weights_have_the_expected_parameters():
+def test_functions_have_the_expected_parameters():
     for function, parameters in (
         (revert_weight_conversion, "model state_dict"),
         (rename_source_key, "source_key weight_renamings weight_converters base_model_prefix meta_state_dict reverse"),
         (get_model_conversion_mapping, "model key_mapping hf_quantizer add_legacy"),
         (get_checkpoint_conversion_mapping, "model_type"),
+        (
+            sdpa_attention_forward,
+            "module query key value attention_mask dropout scaling is_causal position_bias cache kwargs",
+        ),
         (convert_peft_config_for_transformers, "peft_config model conversions"),
     ):
         assert list(inspect.signature(function).parameters) == parameters.split(), function

@@ -76,6 +76,7 @@ def loop(loss: BoundaryLoss, scores: Any, target: Any, log_decay: Any, n: int, q
         {"balance_min": 0.9},
     ],
 )
+@pytest.mark.few(8)
 def test_the_loss_and_its_gradients_equal_the_loop(options, n, ties):
     loss = BoundaryLoss(BoundaryConfig(queries=None, **options))
     scores, target, log_decay = tensors(ties)

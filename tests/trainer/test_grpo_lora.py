@@ -18,6 +18,7 @@ from sparse_rl.recipe import make_recipe
     ("family", "own"),
     [("qwen3", False), ("qwen3", True), pytest.param("gemma3_text", False, marks=pytest.mark.slow)],
 )
+@pytest.mark.few(1)
 def test_only_the_adapter_learns(family, own, grpo, tiny):
     """Also if the engine has its own weights, which are merged with the adapter at every step."""
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -82,6 +82,7 @@ def test_the_importance_ratio_is_1_where_the_kept_tokens_are_replayed(name, grpo
 
 
 @pytest.mark.parametrize("settings", [{}, OLD], ids=["measured in the loss", "measured with the old log-probs"])
+@pytest.mark.few(1)
 def test_control_without_the_record_the_ratio_is_off_by_the_mass_that_was_cut(settings, metrics_of, monkeypatch):
     """The guard, whose log-probs are those before truncation, sees no fault."""
     monkeypatch.setattr(Supports, "of", staticmethod(lambda *_: None))
@@ -127,6 +128,7 @@ def gradients(trainer: Any) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["plain", "granite, entropy rewarded", "scorers learn, rotated rows"])
+@pytest.mark.few(2)
 def test_the_gradients_are_those_of_whole_logits(name, grpo, learned):
     """Control: at another temperature they differ."""
     settings: dict[str, Any] = {"top_p": 0.8, "temperature": 0.7}
@@ -150,6 +152,7 @@ def test_the_gradients_are_those_of_whole_logits(name, grpo, learned):
 
 
 @pytest.mark.parametrize("settings", [{}, OLD], ids=["measured in the loss", "measured with the old log-probs"])
+@pytest.mark.few(1)
 def test_the_guard_stops_a_wrong_trace(settings, grpo):
     """Most draws of a trained model keep one token, whose log-prob is 0 under any weights and any trace: the guard
     compares log-probs before truncation.

@@ -141,6 +141,7 @@ def test_stale_weights_stop_the_run(settings, with_own_engine):
 
 
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.few(1)
 def test_wrong_weights_in_the_first_probe_stop_the_run(shared, with_own_engine, grpo, tiny):
     if shared:
         trainer = grpo()
