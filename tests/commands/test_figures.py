@@ -27,7 +27,7 @@ def sampled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("figures") / "rollouts"
     cache = "cache={policy: gkv, budget: 24, window: 4, period: 4}"
     command = ["rollout", "quickstart/grpo", "model=quickstart/model", cache, "max_completion_length=60"]
-    assert main([*command, "num_generations=2", "--problems", "2", "--out", str(folder)]) == 0
+    assert main([*command, "rollout.engine=hf", "num_generations=2", "--problems", "2", "--out", str(folder)]) == 0
     return folder
 
 

@@ -41,7 +41,7 @@ OVERLONG = "{name: soft_overlong, max_completion_len: 152, soft_punish_cache: 16
 
 
 def mistakes() -> list[tuple[list[str], str]]:
-    """Return (command arguments, expected message) for a wrong key or a wrong value in every shipped recipe."""
+    """Return (command arguments, expected message) for a wrong key and for a wrong value in every shipped recipe."""
     cases = []
     for number, name in enumerate(list_recipes()):
         recipe = load_recipe(name)
@@ -67,9 +67,8 @@ def mistakes() -> list[tuple[list[str], str]]:
             if not (isinstance(recipe, SweptRecipe) and recipe.sweep.policy):  # the sweep's policies apply
                 values.append(("cache={policy: gkv, budget: 4, window: 4}", "budget: 4 must exceed window"))
         command = "train" if isinstance(recipe, TrainRecipe) else recipe.kind
-        wrong = keys if number % 2 else values
-        override, message = wrong[number // 2 % len(wrong)]
-        cases.append(([command, name, override], message))
+        for override, message in (keys[number % len(keys)], values[number % len(values)]):
+            cases.append(([command, name, override], message))
     return cases
 
 
@@ -87,7 +86,7 @@ def test_errors_and_help_import_no_heavy_library(tmp_path):
     assert status == 2
     assert "is not a model directory" in err
     assert {"torch", "transformers"} <= {*heavy}
-    assert len(cases) == len(list_recipes()) + 1
+    assert len(cases) == 2 * len(list_recipes()) + 1
     assert [answer[:3] for answer in answers[len(cases) :]] == [[0, "", []]] * len(light)
     for (words, message), (status, err, heavy, seconds) in zip(cases, answers[: len(cases)], strict=True):
         assert status == 2, words

@@ -169,7 +169,12 @@ def test_text_is_escaped():
 def test_completions_and_analyses_come_from_rollouts(tmp_path):
     cache = "cache={policy: gkv, budget: 24, window: 4, period: 4}"
     command = ["rollout", "quickstart/grpo", "model=quickstart/model", cache, "max_completion_length=40"]
-    assert main([*command, "num_generations=2", "--problems", "2", "--out", str(tmp_path / "rollouts")]) == 0
+    assert (
+        main(
+            [*command, "rollout.engine=hf", "num_generations=2", "--problems", "2", "--out", str(tmp_path / "rollouts")]
+        )
+        == 0
+    )
     assert main(["report", str(tmp_path), "--completions", "2", "--out", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
     assert Outline(text).sections == ["analyses", "completions"]

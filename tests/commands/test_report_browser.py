@@ -54,7 +54,10 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     cache = "cache={policy: gkv, budget: 24, window: 4, period: 4}"
     command = ["rollout", "quickstart/grpo", "model=quickstart/model", cache, "max_completion_length=90"]
-    assert main([*command, "num_generations=2", "--problems", "2", "--out", str(folder / "rollouts")]) == 0
+    assert (
+        main([*command, "rollout.engine=hf", "num_generations=2", "--problems", "2", "--out", str(folder / "rollouts")])
+        == 0
+    )
     assert main(["report", str(folder)]) == 0
     return folder / "report.html"
 
