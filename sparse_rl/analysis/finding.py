@@ -200,8 +200,8 @@ def _measured(row: Any) -> str:
 
 def _points(change: float, error: float) -> str:
     """Return a difference of accuracy in percentage points."""
-    known = f"± {100 * error:.1f} percentage points"
-    size = known if math.isfinite(error) else "percentage points, of unknown standard error"
+    bounded = f"± {100 * error:.1f} percentage points"
+    size = bounded if math.isfinite(error) else "percentage points, of unknown standard error"
     within = ", within error (2 standard errors)" * (abs(change) <= 2 * error < math.inf)
     return f"{100 * change:+.1f} {size}{within}".replace("-", "−")
 
