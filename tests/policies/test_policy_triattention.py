@@ -142,7 +142,7 @@ def test_frequencies_are_the_closest_of_those_that_the_model_has() -> None:
     for turning in (rotary.inv_freq, rotary.far_inv_freq):
         rotary.inv_freq = turning
         measured = measure_centres(model, list(range(3, 60))).frequency
-        assert torch.equal(measured, turning.float().expand_as(found))
+        assert torch.equal(measured, turning.float().expand_as(measured))
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNCALIBRATED])
