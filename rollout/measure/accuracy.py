@@ -116,15 +116,16 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
 def entry_counts(rollout: Rollout, policy: Policy | None) -> dict[str, float | None]:
     """Count the cache entries of one rollout in decoding, in layers without a sliding window: the fields of EvalRow.
 
-    policy : the policy, from whose schedule two of them come if all kv heads hold equal numbers; None for a sequence
-        that continues a compacted context, whose counts all come from the trace
+    policy : the policy; under one whose kv heads hold equal numbers, peaks are means over the layers, rounded up. None
+        for a sequence that continues a compacted context
     """
     prompt, fed = len(rollout.prompt_ids), len(rollout.trace) - 1
     counts = rollout.trace.policy_part().decoding_counts(prompt)
     peaks = counts.amax(-1)
     peak = read = int(peaks.max())
     if policy is not None and not policy.schedule.counts_vary:
-        peak, read = policy.schedule.most_decoding(prompt, fed), policy.most_read(prompt, fed)
+        peak = math.ceil(peaks.double().mean())
+        read = min(peak, policy.most_read(prompt, fed))
     entries = float(counts.double().mean()) if fed > prompt else None  # one token is decoded by no query
     means = {"mean_peak_entries": float(peaks.float().mean()), "mean_entries": entries}
     return {"peak_entries": peak, "read_entries": read, **means}

@@ -110,10 +110,10 @@ class Bin:
 
 
 def bin_edges(scored: Sequence[Scored], count: int) -> list[int]:
-    """Return the bounds of `count` bins of equal width that cover the tokens seen of all samples."""
-    first = int(min(one.seen.min() for one in scored))
-    width = -(-int(max(one.seen.max() for one in scored) + 1 - first) // count)
-    return [first + place * width for place in range(count + 1)]
+    """Return the bounds of at most `count` bins that have about equal numbers of tokens of all samples together."""
+    ordered = torch.cat([one.seen for one in scored]).sort().values
+    bounds = ordered[[place * len(ordered) // count for place in range(count)]].int().tolist()
+    return sorted({*bounds, int(ordered[-1]) + 1})
 
 
 def bins(scored: Scored, edges: Sequence[int]) -> list[Bin | None]:

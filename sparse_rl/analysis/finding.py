@@ -17,6 +17,7 @@ from typing import Any
 from sparse_rl.analysis.report import ReportedRun, by_kind, groups, logged
 from sparse_rl.analysis.results import METRICS, SIZES
 from sparse_rl.analysis.tables import model_label
+from sparse_rl.methods.config import budget_words
 from sparse_rl.metrics import read_metrics
 
 SAMPLING = (
@@ -178,8 +179,7 @@ def _cache(row: Any) -> str:
 
 def _name(row: Any) -> str:
     sizes = ((key, row.parameters[key]) for key in SIZES if row.parameters.get(key))
-    texts = ((key, f"{min(v['entries'])} to {max(v['entries'])}" if isinstance(v, dict) else v) for key, v in sizes)
-    return ", ".join([row.policy, *(f"{key} {text}" for key, text in texts)])
+    return ", ".join([row.policy, *(f"{key} {budget_words(size) or size}" for key, size in sizes)])
 
 
 def _seconds(log: Sequence[Mapping[str, Any]]) -> float:

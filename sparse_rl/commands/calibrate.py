@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a model's directory, which gets the file, or a run's directory")
     parser.add_argument("text", metavar="TEXT", type=file_path, help="a text file, of any subject")
     parser.add_argument("--tokens", type=positive, default=32768, help="maximum number of tokens (default: 32768)")
+    parser.add_argument("--replace", action="store_true", help="replace centres that fit the model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
 
 
@@ -28,12 +29,15 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
     from sparse_rl.attention.families import context_length
     from sparse_rl.methods.triattention.policy import measure_centres
-    from sparse_rl.models.centres import write_centres
+    from sparse_rl.models.centres import fitting_centres, write_centres
     from sparse_rl.models.load import load_plain_model, load_tokenizer
 
     directory = model_directory(options.model)
     if not Path(directory).is_dir():
         raise UserError(f"{directory} is no directory, in which to write the centres; download the model", "MODEL")
+    if not options.replace and fitting_centres(directory):
+        wrong = f"{directory} has centres; a model that was trained under triattention was trained under them"
+        raise UserError(f"{wrong}, and needs no others. --replace measures new ones", "MODEL")
     try:
         text = read_text(options.text)
     except (OSError, ValueError) as error:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budgets", metavar="N,N,...", type=budget_list, help="constant budgets to measure, and to propose from"
     )
-    parser.add_argument("--bins", metavar="N", type=positive, default=8, help="number of equal ranges of tokens seen")
+    parser.add_argument("--bins", metavar="N", type=positive, default=8, help="maximum number of ranges of tokens seen")
     parser.add_argument(
         "--threshold", metavar="T", type=number, default=0.86, help="least 5th percentile of the acceptance"
     )

@@ -64,6 +64,14 @@ def read_centres(directory: str | Path) -> Centres:
     return centres
 
 
+def fitting_centres(directory: str | Path) -> Centres | None:
+    """Return the centres in a model's directory, or None if it has none that fit."""
+    try:
+        return read_centres(directory)
+    except UserError:
+        return None
+
+
 def carry_centres(model: Any, policy: Policy) -> None:
     """Attach the centres in the model's directory to the model, if the policy needs them and the model has none."""
     if isinstance(policy, TriAttention) and not hasattr(base_of(model), ATTACHED_AS):

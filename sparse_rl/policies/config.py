@@ -155,8 +155,10 @@ def budget_words(budget: Any) -> str | None:
     """Return a policy's budget, a number or a mapping as in a recipe, in words; None for anything else."""
     if isinstance(budget, GrowingBudget):
         budget = as_mapping(budget)
-    if isinstance(budget, Mapping) and isinstance(entries := budget.get("entries"), list) and entries:
-        return f"{entries[0]} to {entries[-1]}"
+    if isinstance(budget, Mapping):
+        knots = budget.get("entries"), budget.get("tokens")
+        if all(isinstance(given, list) and given for given in knots):
+            return " to ".join(f"{entries} at {tokens}" for entries, tokens in zip(*knots, strict=False))
     return str(budget) if type(budget) is int else None
 
 

@@ -78,8 +78,13 @@ class Schedule:
         return self.held(prompt, seen - 1) + 1
 
     def most_decoding(self, prompt: Any, fed: Any) -> Any:
-        """Return the maximum number of entries that a decoding query attends to until `fed` tokens have been fed."""
-        return _smaller(fed, self.left(prompt, fed) + self.period)
+        """Return the maximum number of entries that a decoding query attends to until `fed` tokens have been fed.
+
+        If `fed` is `prompt`, no query decodes, and the number is that of the entries held.
+        """
+        over = fed - self.first(prompt)
+        last = fed - (over >= 0) * (over % self.period)  # of compactions; right before one, the cache is largest
+        return _larger(self.held(prompt, fed), (last > prompt) * self.attended(prompt, last))
 
     def most_held(self, prompt: Any, fed: Any) -> Any:
         """Return the maximum number of entries held until `fed` tokens have been fed, including the prefill."""
@@ -188,9 +193,6 @@ class CompactsPrompts(Schedule):
 
     def due(self, prompt: Any, seen: Any) -> Any:
         return (seen == prompt) & (self.left(prompt, seen) < prompt)
-
-    def most_decoding(self, prompt: Any, fed: Any) -> Any:
-        return self.held(prompt, fed)
 
 
 # ---- schedules without compactions -----------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_a_growing_budget_is_told(tmp_path):
     run, budget = trained(tmp_path, "sparse"), {"tokens": [10, 20], "entries": [30, 40]}
     run = replace(run, recipe={**run.recipe, "cache": {"policy": "gkv", "budget": budget}})
     rows = [row(at, 0.5, parameters={"budget": budget}) for at in ("/start", str(run.folder))]
-    assert "under a small cache (gkv, budget 30 to 40) from" in words(find([run], rows))
+    assert "under a small cache (gkv, budget 30 at 10 to 40 at 20) from" in words(find([run], rows))
 
 
 def test_the_minutes_count_each_step(tmp_path):

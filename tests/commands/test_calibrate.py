@@ -110,6 +110,21 @@ def test_centres_leave_a_model_the_same_for_all_other_policies(calibrated: Path)
     assert [file["centres"][0] for file in files] == [None, str(calibrated / CENTRES_FILE)]
 
 
+def test_centres_that_fit_are_replaced_only_if_it_is_asked_for(
+    calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Control: damaged centres are measured again without a question."""
+    (tmp_path / "other.txt").write_text("7+7+7=21! " * 40)
+    damaged, whole = (changed(calibrated, tmp_path / how, how) for how in ("damage", "nothing"))
+    before = (whole / CENTRES_FILE).read_bytes()
+    assert main(["calibrate", str(whole), str(tmp_path / "other.txt")]) == 2
+    assert "--replace" in capsys.readouterr().err
+    assert (whole / CENTRES_FILE).read_bytes() == before
+    for words in ([str(whole), "--replace"], [str(damaged)]):
+        assert main(["calibrate", *words, str(tmp_path / "other.txt")]) == 0
+        assert (Path(words[0]) / CENTRES_FILE).read_bytes() != before
+
+
 @pytest.mark.slow
 def test_grpo_leaves_a_model_with_the_centres(calibrated: Path, tmp_path: Path) -> None:
     words = ["train", "quickstart/grpo", f"model={calibrated}", f"output_dir={tmp_path}/run"]
@@ -136,7 +151,7 @@ def test_wrong_arguments_end_with_one_line(
     words: list[str], why: str, calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: Callable
 ) -> None:
     (tmp_path / "short.txt").write_text("Q1+2=")
-    places = {"model": calibrated, "folder": tmp_path}
+    places = {"model": changed(calibrated, tmp_path, "absence"), "folder": tmp_path}
     assert main(["calibrate", *(word.format(**places) for word in words)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert why in line

@@ -169,6 +169,20 @@ def test_plot_writes_a_picture_beside_one_evaluation(tmp_path, capsys):
     assert "has no metric reward; use accuracy, log_perplexity, retention, retention_correct" in refused
 
 
+def test_growing_budgets_with_equal_ends_are_different_points(tmp_path, monkeypatch):
+    """Also if they begin and end at the same lengths. Control: the same budget twice is one place on the axis."""
+    middles = [(40, 50), (40, 60), (44, 50), (44, 50)]
+    budgets = [{"tokens": [20, at, 90], "entries": [30, middle, 70]} for middle, at in middles]
+    budgets.append({"tokens": [30, 90], "entries": [30, 70]})
+    file = tmp_path / "eval.json"
+    file.write_text(json.dumps({"rows": [row("gkv", 0.1 * n, budget=b) for n, b in enumerate(budgets)]}))
+    monkeypatch.setattr(results, "save_figure", lambda figure, out: figure)
+    figure: Any = plot_sweep(read_sweep(file, "accuracy"), "unused")
+    labels = [text.get_text() for text in figure.axes[0].get_xticklabels()]
+    assert len(labels) == len({*labels}) == 4
+    assert "30 at 30 to 70 at 90" in labels
+
+
 @pytest.mark.parametrize("metric", ["retention", "retention_correct"])
 def test_token_retention_is_drawn_against_the_budget(metric, tmp_path, capsys, monkeypatch):
     """G-KV figures 6 and 19. A row without right answers has no point, a full cache no line."""

@@ -101,7 +101,7 @@ def test_compactions_leave_the_budget_and_queries_never_exceed_the_peak(name: st
                 assert not bounded or held == {budget}
         attended = [sum(int(at) > q for at in record[0, : q + 1]) for q in range(prompt, total)]
         peaks.append(max(attended, default=0))
-        assert peaks[-1] <= policy.schedule.most_decoding(prompt, total)
+        assert peaks[-1] == policy.schedule.most_decoding(prompt, total) or total == prompt
         for q in range(prompt):  # the prefill is dense
             assert bool((record[:, : q + 1] > q).all())
     assert not bounded or max(peaks) == policy.schedule.peak, "the peak is never reached"

@@ -131,6 +131,20 @@ def test_centres_are_those_of_the_queries_before_rope(kind: str) -> None:
         assert (centres.centre[layer] - after[layer].mean(1)).abs().max() > 1e-2
 
 
+def test_frequencies_are_the_closest_of_those_that_the_model_has() -> None:
+    """The model has others that are within the tolerance. Control: turned by one of these, it has that one."""
+    model = new_model("llama")
+    rotary, last = model.model.rotary_emb, model.config.max_position_embeddings - 1
+    own = rotary.inv_freq
+    del rotary.inv_freq
+    for name, factor in (("far_", 1 + 0.1 / last), ("near_", 1 + 0.05 / last), ("", 1.0)):
+        rotary.register_buffer(f"{name}inv_freq", factor * own.double(), persistent=False)
+    for turning in (rotary.inv_freq, rotary.far_inv_freq):
+        rotary.inv_freq = turning
+        measured = measure_centres(model, list(range(3, 60))).frequency
+        assert torch.equal(measured, turning.float().expand_as(measured))
+
+
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNCALIBRATED])
 def test_the_score_is_the_logit_of_future_queries_that_equal_the_centre(family: str) -> None:
     """In a text of one repeated token all queries are equal before RoPE, and so are all keys.

@@ -9,6 +9,7 @@ from tiny import model_of, policy_of, prompts_of
 
 from rollout import SamplingConfig, make_engine
 from rollout.measure.accuracy import entry_counts, totals
+from trainer.grpo.metrics import held_entries
 
 
 def test_completions_of_one_token_are_left_out_of_the_mean() -> None:
@@ -24,3 +25,18 @@ def test_completions_of_one_token_are_left_out_of_the_mean() -> None:
     assert [line["mean_entries"] for line in lines] == [None, 13.5]
     assert totals(lines, 4)["mean_entries"] == pytest.approx(13.5)
     assert totals(lines[:1], 1)["mean_entries"] is None
+
+
+@pytest.mark.parametrize("budget", [40, {"tokens": [20, 90], "entries": [16, 50]}])
+@pytest.mark.parametrize(("prompt", "tokens"), [(12, 60), (30, 70), (70, 3)])
+def test_peaks_are_those_of_the_sequence(budget: Any, prompt: int, tokens: int) -> None:
+    """Control: with a compaction of which the last queries see nothing, the budget's last peak is above the trace's."""
+    policy = policy_of("streaming", budget=budget, sinks=1, period=8)
+    engine = make_engine("hf", model=model_of("quickstart"), policy=policy)
+    rollouts = engine.generate(prompts_of("quickstart", (prompt,)), SamplingConfig(tokens, seed=1, ignore_eos=True))
+    trace = rollouts[0].trace
+    most = max(int(trace.kept_counts(query).max()) for query in range(prompt, len(trace) - 1))
+    counts = entry_counts(rollouts[0], policy)
+    assert [counts["peak_entries"], counts["read_entries"]] == [most, most]
+    assert held_entries(rollouts, policy) == [max(prompt, most)]
+    assert most < policy.schedule.left(prompt, len(trace) - 1) + policy.schedule.period or budget == 40

@@ -114,6 +114,19 @@ def test_a_search_raises_earlier_bins_if_later_ones_have_the_largest_budget(leas
     assert str(tried[-1]) == (f"({last})" if last else "((10, 200),)")
 
 
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_one_long_sequence_takes_no_bins_from_the_others(count: int) -> None:
+    """Bins have about equal numbers of tokens: at most as many as a length has differ from an equal share."""
+    ends = [60, 70, 80, 90] * 8 + [5000]
+    some = [torch.arange(20.0, end, dtype=torch.float64) for end in ends]
+    scored = [Scored(seen, seen / 5000, seen / 5000, seen) for seen in some]
+    edges = bin_edges(scored, count)
+    sizes = [one.tokens for one in bins(Scored.joined(scored), edges) if one is not None]
+    assert len(sizes) == count
+    assert all(abs(size - sum(map(len, some)) / count) <= len(ends) for size in sizes)
+    assert bin_edges(scored[:1], 99) == list(range(20, 61))
+
+
 def test_bins_hold_every_token_once() -> None:
     seen = torch.arange(7.0, 107, dtype=torch.float64)
     scored = Scored(seen, seen / 100, (seen / 107).sqrt(), seen + 1)

@@ -17,6 +17,7 @@ from trainer.grpo.metrics import GRPOMetrics
 from trainer.grpo.trainer import SparseGRPOTrainer
 
 DENSE: dict[str, Any] = {"train_attention": "full", "importance_correction": "token_truncate"}
+ALL: dict[str, Any] = {**DENSE, "zero_truncated_advantages": False}
 
 
 class Watched(SparseGRPOTrainer):
@@ -34,7 +35,7 @@ class Watched(SparseGRPOTrainer):
 
 def test_with_a_full_cache_the_run_equals_one_without_the_key(grpo):
     def run(name: str, rejection: RejectionConfig | None) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
-        trainer = grpo(name, policy="full", rejection=rejection, **DENSE)
+        trainer = grpo(name, policy="full", rejection=rejection, **ALL)
         return timeless(trained(trainer)), list(trainer.model.parameters())
 
     (without, ours), (with_key, theirs) = run("a", None), run("b", RejectionConfig())
@@ -45,11 +46,11 @@ def test_with_a_full_cache_the_run_equals_one_without_the_key(grpo):
 
 
 def test_rejected_completions_have_advantage_0_and_all_others_keep_theirs(grpo):
-    plain = grpo("a", trainer_class=Watched, **DENSE)
+    plain = grpo("a", trainer_class=Watched, **ALL)
     trained(plain)
     advantages, smallest = plain.first
     below = float(smallest.median())
-    rejecting = grpo("b", trainer_class=Watched, rejection=RejectionConfig(below=below * 1.001), **DENSE)
+    rejecting = grpo("b", trainer_class=Watched, rejection=RejectionConfig(below=below * 1.001), **ALL)
     line = trained(rejecting)[0]
     rejected = smallest < below * 1.001
     assert 0 < int(rejected.sum()) < len(rejected)
@@ -59,10 +60,19 @@ def test_rejected_completions_have_advantage_0_and_all_others_keep_theirs(grpo):
     assert line["ratio/min"] == pytest.approx(float(smallest.min()), rel=1e-5)
 
 
-@pytest.mark.parametrize(("below", "kept"), [(1e-4, [True, True, False, True]), (1e-2, [True, False, False, True])])
-def test_a_batch_made_by_hand(below, kept):
+@pytest.mark.parametrize(
+    ("below", "silent", "kept", "share", "reward"),
+    [
+        (1e-4, False, [True, True, False, True], 3 / 4, (1 + 4 + 6) / 3),
+        (1e-2, False, [True, False, False, True], 2 / 4, (1 + 6) / 2),
+        (1e-4, True, [True, True, False, True], 2 / 3, (1 + 4) / 2),  # the last one is truncated, and does not count
+    ],
+)
+def test_a_batch_made_by_hand(below, silent, kept, share, reward):
     accelerator = SimpleNamespace(gather=lambda tensor: tensor)
-    trainer = SimpleNamespace(accelerator=accelerator, reward_weights=torch.tensor([1.0, 2.0]), mode="train")
+    args = SimpleNamespace(sparse=SimpleNamespace(zero_truncated_advantages=silent))
+    weights = torch.tensor([1.0, 2.0])
+    trainer = SimpleNamespace(accelerator=accelerator, reward_weights=weights, mode="train", args=args)
     trainer._metrics = {"train": defaultdict(list)}
     ratios = torch.tensor([[1.0, 0.5, 1e-9], [1.0, 2e-3, 1.0], [5e-5, 9.0, 1.0], [1.0, 1.0, 1.0]])
     batch = {
@@ -70,11 +80,11 @@ def test_a_batch_made_by_hand(below, kept):
         "completion_mask": torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 0, 0]]),
     }
     rewards = torch.tensor([[1.0, 0.0], [2.0, 1.0], [8.0, 8.0], [float("nan"), 3.0]])
-    sampled = SimpleNamespace(logprobs=(ratios.log() - 2.0, None), rewards=rewards)
+    rollouts = [SimpleNamespace(finish_reason=reason) for reason in ("stop", "stop", "stop", "length")]
+    sampled = SimpleNamespace(logprobs=(ratios.log() - 2.0, None), rewards=rewards, rollouts=rollouts)
     assert GRPOMetrics(trainer).record_kept(batch, sampled, below).tolist() == kept
-    means = {3: (1 + 4 + 6) / 3, 2: (1 + 6) / 2}
-    assert trainer._metrics["train"]["rejection/kept"] == [sum(kept) / 4]
-    assert trainer._metrics["train"]["rejection/kept_reward"] == [pytest.approx(means[sum(kept)])]
+    assert trainer._metrics["train"]["rejection/kept"] == [pytest.approx(share)]
+    assert trainer._metrics["train"]["rejection/kept_reward"] == [pytest.approx(reward)]
 
 
 def test_a_run_that_keeps_less_than_a_tenth_is_told_to_raise_the_budget():

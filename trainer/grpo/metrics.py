@@ -266,7 +266,7 @@ class GRPOMetrics:
 
     def record_kept(self, batch: dict[str, Any], sampled: Any, below: float) -> Tensor:
         """Return the completions of which no token has p_trainer / p_sampler below `below`, bool [rows], and record
-        their share of all completions, and their mean reward.
+        their share of all completions, and their mean reward, without truncated ones if these have advantage 0.
 
         batch, sampled : TRL's batch and its TracedBatch, after the first forward pass
         """
@@ -274,11 +274,14 @@ class GRPOMetrics:
         ratio = sampled.logprobs[0] - batch["sampling_per_token_logps"]
         smallest = ratio.masked_fill(~batch["completion_mask"].bool(), 0.0).amin(dim=1)
         kept = smallest >= math.log(below)
-        everywhere = trainer.accelerator.gather(kept)
-        self._note("rejection/kept", float(everywhere.double().mean()))
+        silent = trainer.args.sparse.zero_truncated_advantages
+        counted = torch.tensor([not silent or r.finish_reason != "length" for r in sampled.rollouts]).to(kept)
+        everywhere, counted = trainer.accelerator.gather(torch.stack([kept, counted], dim=1)).bool().unbind(1)
         rewards = (sampled.rewards * trainer.reward_weights.to(sampled.rewards.device)).nansum(dim=1)
-        if everywhere.any():
-            self._note("rejection/kept_reward", float(rewards[everywhere].mean()))
+        if counted.any():
+            self._note("rejection/kept", float(everywhere[counted].double().mean()))
+        if (everywhere & counted).any():
+            self._note("rejection/kept_reward", float(rewards[everywhere & counted].mean()))
         return kept
 
     def record_rollouts(self, rollouts: Sequence[Rollout]) -> None:

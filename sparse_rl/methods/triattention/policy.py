@@ -170,13 +170,14 @@ def frequencies(model: Any, token: int) -> Tensor:
     result = []
     for layer, query in sorted(heard.items()):
         some, at = pairs(query[0].double()), torch.tensor(positions, device=query.device)[:, None]  # [Hq, T, D / 2]
+        closest, own = TOLERANCE, None
         for frequency in candidates:
             if len(frequency) == some.shape[-1]:
                 difference = (some - some[:, :1] * turned(at * frequency)).norm(dim=(0, 2)) / some[:, 0].norm()
-                if float(difference.max()) <= TOLERANCE:
-                    result.append(frequency.float())
-                    break
-        else:
+                if (largest := float(difference.max())) < closest:
+                    closest, own = largest, frequency.float()
+        if own is None:
             why = f"in layer {layer} RoPE is absent, partial, interleaved, or scales queries by their position"
             raise UserError(f"triattention has no score for a model of type {model.config.model_type}: {why}", "model")
+        result.append(own)
     return torch.stack(result)
