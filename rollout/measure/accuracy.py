@@ -124,7 +124,8 @@ def entry_counts(rollout: Rollout, policy: Policy | None) -> dict[str, float | N
     peaks = counts.amax(-1)
     peak = read = int(peaks.max())
     if policy is not None and not policy.schedule.counts_vary:
-        peak = math.ceil(peaks.double().mean())
+        schedule = policy.schedule  # says what is held after the prompt, if no query decodes
+        peak = math.ceil(peaks.double().mean()) if fed > prompt else schedule.most_decoding(prompt, fed)
         read = min(peak, policy.most_read(prompt, fed))
     entries = float(counts.double().mean()) if fed > prompt else None  # one token is decoded by no query
     means = {"mean_peak_entries": float(peaks.float().mean()), "mean_entries": entries}

@@ -156,9 +156,9 @@ def budget_words(budget: Any) -> str | None:
     if isinstance(budget, GrowingBudget):
         budget = as_mapping(budget)
     if isinstance(budget, Mapping):
-        knots = budget.get("entries"), budget.get("tokens")
-        if all(isinstance(given, list) and given for given in knots):
-            return " to ".join(f"{entries} at {tokens}" for entries, tokens in zip(*knots, strict=False))
+        counts, places = budget.get("entries"), budget.get("tokens")
+        if isinstance(counts, list) and isinstance(places, list) and counts and places:
+            return " to ".join(f"{count} at {place}" for count, place in zip(counts, places, strict=False))
     return str(budget) if type(budget) is int else None
 
 
