@@ -53,6 +53,8 @@ class Rollout:
     model_logprobs : log-prob of each completion token before truncation; replay is compared with these log-probs
     trace : eviction trace; len(trace) = number of tokens of prompt and completion
     finish_reason : "stop" (a stop token ends the completion) or "length" (max_tokens is reached)
+    spans : in a conversation, the parts (first token, end) of the completion that were sampled; the others were read,
+        such as the answers of tools, and their log-probs are 0. () means that the whole completion was sampled
 
     Raises TraceError if the trace cannot have been recorded with these tokens (`EvictionTrace.check`, `check_drawn`).
     """
@@ -63,10 +65,25 @@ class Rollout:
     model_logprobs: list[float]
     trace: EvictionTrace
     finish_reason: Literal["stop", "length"]
+    spans: Sequence[tuple[int, int]] = ()
 
     def __post_init__(self) -> None:
         self.trace.check(len(self.prompt_ids))
         check_drawn(self.trace, [*self.prompt_ids, *self.completion_ids])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The next turn of a conversation: some tokens to read, after which the model samples.
+
+    tokens : token ids to read: the prompt of a conversation that begins, else what came after its last sampled token
+    max_tokens : maximum number of tokens to sample
+    held : what `Engine.converse` returned beside the conversation's last rollout; None if the conversation begins
+    """
+
+    tokens: Sequence[int]
+    max_tokens: int
+    held: Any = None
 
 
 class Engine(Protocol):
@@ -105,6 +122,24 @@ class Engine(Protocol):
         these completions. Returns one rollout per prompt, decoded token by token as in sampling.
 
         Raises UserError on an empty prompt or completion, and NotFiniteError as `generate` does.
+        """
+        ...
+
+    def converse(
+        self, turns: Sequence[Turn], sampling: SamplingConfig, keep: bool = True
+    ) -> list[tuple[Rollout, Any]]:
+        """Sample one turn of each of several conversations, each over the cache that its earlier turns have left.
+
+        The tokens of a turn are read as a prompt is: none is evicted before all of them are in the cache, and a
+        compaction that is then due runs after the last one. Under a policy whose schedule counts tokens, they are read
+        one at a time, as decoding does.
+
+        sampling : settings of sampling; `n` must be 1, and each turn's `max_tokens` replaces `max_tokens`
+        keep : True to hold the cache for the next turn
+
+        Returns pairs (rollout, held). The rollout is that of the whole conversation: its prompt is that of the first
+        turn, its completion all tokens since, with `spans` of what was sampled, and its trace is one record, in which a
+        token that has left the cache never returns. `held` is for the next turn, and is None if `keep` is False.
         """
         ...
 
