@@ -381,8 +381,8 @@ def test_files_keep_spans_and_verify_compares_sampled_tokens_alone(tmp_path: Pat
         assert torch.equal(*(torch.tensor(r.logprobs) for r in (ours, theirs)))
         assert torch.equal(ours.trace.evict_at, theirs.trace.evict_at)
     assert ["spans" in json.loads(line) for line in lines] == [True] * 4 + [False] * 4
-    ((_, found),) = verify(model, files, 1e-5)
-    assert found.tokens == 4 * sum(TOKENS) and found.largest <= 1e-5
+    ((_, gaps),) = verify(model, files, 1e-5)
+    assert gaps.tokens == 4 * sum(TOKENS) and gaps.largest <= 1e-5
 
     def with_spans(spans: Any) -> str:
         changed = json.dumps({**json.loads(lines[0]), "spans": spans})
@@ -398,5 +398,5 @@ def test_files_keep_spans_and_verify_compares_sampled_tokens_alone(tmp_path: Pat
     with pytest.raises(UserError, match=r"line 1: a conversation of several turns, .* remove it"):
         recorded_rows(config, model.config, AutoTokenizer.from_pretrained(QUICKSTART))
     with_spans([])
-    ((_, found),) = verify(model, files, 1e-5)
-    assert found.largest > 0.1 and found.line == 1
+    ((_, gaps),) = verify(model, files, 1e-5)
+    assert gaps.largest > 0.1 and gaps.line == 1
