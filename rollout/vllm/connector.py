@@ -190,8 +190,7 @@ class EvictionConnector(KVConnectorBase_V1):
         if (name := own_setting(request, "keep")) is not None and request.status in DONE:
             begun = self.running[request.request_id]
             held = self.schedule.held(begun.prompt, request.num_tokens - 1 - begun.gone)
-            before = 0 if begun.kept is None else begun.kept.name
-            self.step.finished.append(Finished(name, before, self._filled(block_ids, held)))
+            self.step.finished.append(Finished(name, self._filled(block_ids, held)))
         self._end(request.request_id)
         return False, None
 

@@ -7,8 +7,8 @@ the whole conversation again, of which vLLM's prefix caching may still have the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from rollout.config import SamplingConfig
-from rollout.engine import Rollout, Turn
-from rollout.sampling import Request, requests_to_sample
+from rollout.engine import Rollout, Turn, requests_of_turns
+from rollout.sampling import Request
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
-from sparse_rl.policies.schedule import NeverEvicts, Schedule
 from sparse_rl.trace import EvictionTrace
 from sparse_rl.trace.support import SUPPORT
 
@@ -28,68 +27,74 @@ NAMES = count(1)
 
 
 @dataclass(eq=False)
-class Held:
-    """What is held of a conversation between two turns. The rest is set when a turn has ended.
+class KeptConversation:
+    """A conversation between two turns. `rollout`, `evict_at` and `entries` are set when the turn before has ended.
 
     name : name of the entries in the workers
-    used : True if the conversation has gone on, or if its entries are lost
-    rollout : the conversation so far
-    evict_at : int32 [L, Hkv, S], its evictions, also those that no query could observe so far
+    lost : True if the workers no longer have them
+    evict_at : int32 [L, Hkv, S], the evictions of `rollout`, also those that no query could observe so far
     entries : number of entries per kv head
     """
 
     name: int = field(default_factory=NAMES.__next__)
-    used: bool = False
-    rollout: Rollout | None = None
-    evict_at: Tensor | None = None
+    lost: bool = False
+    rollout: Rollout = field(init=False)
+    evict_at: Tensor = field(init=False)
     entries: int = 0
 
     @property
-    def tokens(self) -> list[int]:
-        assert self.rollout is not None
-        return [*self.rollout.prompt_ids, *self.rollout.completion_ids]
+    def seen(self) -> int:
+        """Number of tokens that the cache has seen: all but the last, which was sampled."""
+        return len(self.rollout.trace) - 1
 
 
 @dataclass(frozen=True)
 class TurnRequest(Request):
-    """The request of one turn. `prompt` has all tokens before the first that is sampled or forced.
+    """The request of one turn.
 
-    begins : number of tokens of the conversation's own prompt
-    answer : the tokens that came after the last sampled one
-    held : what is held of the conversation, if it goes on
-    next : what is to be held of it after this turn, if it is kept
-    singly : True if the schedule counts tokens, so that `answer` is forced, token by token, before the turn is sampled
-    evicts : True if the policy evicts
+    policy : the engine's policy
+    next : what is to be held of the conversation after this turn, if it is kept
     """
 
-    begins: int = 0
-    answer: Sequence[int] = ()
-    held: Held | None = None
-    next: Held | None = None
-    singly: bool = False
-    evicts: bool = False
+    policy: Policy = field(kw_only=True)
+    next: KeptConversation | None = None
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens that came after the last sampled one, if the conversation goes on."""
+        return [] if self.held is None else self.prompt[len(self.held.rollout.trace) :]
+
+    @property
+    def singly(self) -> bool:
+        """True if `answer` is forced, token by token, before the turn is sampled: the schedule counts tokens."""
+        return self.held is not None and not self.policy.reads_chunks
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt[: self.held.seen + 1] if self.singly else self.prompt
+
+    @property
+    def gone(self) -> int:
+        """Number of tokens that the schedule does not count (`Kept.gone`)."""
+        return 0 if self.held is None or self.singly else self.held.seen - self.held.entries
 
     @property
     def reads(self) -> int:
-        """Maximum number of entries that the cache holds while the request reads its prompt."""
-        if self.held is None or not self.evicts:
-            return len(self.prompt)
-        return self.held.entries + (1 if self.singly else 1 + len(self.answer))
+        """Maximum number of entries that the cache holds while it reads what comes before the turn."""
+        return self.held.entries + 1 if self.singly else len(self.prompt) - self.gone
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings for the scheduler and the sampler."""
-        settings: dict[str, Any] = {}
-        if self.evicts and self.next is not None:
+        settings: dict[str, Any] = {"read": self.answer} if self.singly else {}
+        if self.policy.schedule.evicts and self.next is not None:
             settings["keep"] = self.next.name
-        if self.evicts and self.held is not None:
-            seen = len(self.held.tokens) - 1  # the last token was sampled, but not fed
-            settings["kept"] = [self.held.name, seen, self.held.entries, self.begins if self.singly else 0]
-        if self.singly and self.answer:
-            settings["read"] = list(self.answer)
+        if self.policy.schedule.evicts and self.held is not None:
+            prompt = len(self.held.rollout.prompt_ids) if self.singly else 0
+            settings["kept"] = [self.held.name, self.held.seen, self.held.entries, prompt]
         return settings
 
-    def joined(
+    def rollout(
         self,
         tokens: list[int],
         logprobs: list[float],
@@ -97,91 +102,52 @@ class TurnRequest(Request):
         evict_at: Tensor,
         sections: Mapping[str, Tensor],
         finish_reason: Literal["stop", "length"],
-        policy: Policy,
     ) -> Rollout:
         """Return the rollout of the whole conversation, and set `next`.
 
         tokens, logprobs, model_logprobs : what the request has sampled, after the tokens that it was forced to take
         evict_at, sections : the record of this turn, for all S tokens of the conversation
         """
-        forced = len(self.answer) if self.singly else 0
-        tokens, logprobs, model_logprobs = tokens[forced:], logprobs[forced:], model_logprobs[forced:]
-        completion, spans = [*self.answer, *tokens], [(len(self.answer), len(self.answer) + len(tokens))]
-        numbers = [[0.0] * len(self.answer) + values for values in (logprobs, model_logprobs)]
-        if self.held is not None:
-            assert self.held.rollout is not None
-            assert self.held.evict_at is not None
-            before = self.held.rollout
-            known, start = len(before.trace), len(before.completion_ids)
-            completion = [*before.completion_ids, *completion]
-            spans = [*before.spans, *((a + start, b + start) for a, b in spans)]
-            numbers = [[*before.logprobs, *numbers[0]], [*before.model_logprobs, *numbers[1]]]
+        forced, length = len(self.answer) if self.singly else 0, evict_at.shape[-1]
+        before: Rollout | None = None if self.held is None else self.held.rollout
+        prompt = len(self.prompt if before is None else before.prompt_ids)
+        if before is not None:
+            known = len(before.trace)
             evict_at[..., :known] = torch.minimum(evict_at[..., :known], self.held.evict_at)
-            sections = _after(before.trace.further, sections, known)
-        length = evict_at.shape[-1]
+            sections = _after(before.trace.further, sections, known, length)
+        trace = EvictionTrace.recorded(evict_at, {**self.policy.further(prompt, length), **sections})
+        numbers = tokens[forced:], logprobs[forced:], model_logprobs[forced:], trace, finish_reason
+        rollout = Rollout(self.prompt, *numbers) if before is None else before.then(self.answer, *numbers)
         if self.next is not None:
-            gone = 0 if self.held is None or self.singly else len(self.held.tokens) - 1 - self.held.entries
-            read = self.begins if self.singly else len(self.prompt) - gone
-            self.next.entries = int(policy.schedule.held(read, length - 1 - gone))
-            self.next.evict_at = evict_at
-        trace = EvictionTrace.recorded(evict_at, {**policy.further(self.begins, length), **sections})
-        prompt = self.prompt[: self.begins]
-        rollout = Rollout(prompt, completion, numbers[0], numbers[1], trace, finish_reason, spans)
-        if self.next is not None:
-            self.next.rollout = rollout
+            read = prompt if self.singly else len(self.prompt) - self.gone
+            self.next.entries = self.policy.schedule.held(read, length - 1 - self.gone)
+            self.next.rollout, self.next.evict_at = rollout, evict_at
         return rollout
 
 
-def held_of(request: Request) -> Held | None:
-    """Return what is held of the conversation that a request continues, if it does."""
-    return request.held if isinstance(request, TurnRequest) else None
-
-
-def _after(before: Mapping[str, Tensor], now: Mapping[str, Tensor], known: int) -> dict[str, Tensor]:
+def _after(before: Mapping[str, Tensor], now: Mapping[str, Tensor], known: int, length: int) -> dict[str, Tensor]:
     """Return the sections of a turn's record, after those of the `known` tokens before it."""
     sections = dict(now)
     if "routed" in now:
         sections["routed"] = torch.cat([before["routed"][:, : known - 1], now["routed"][:, known - 1 :]], dim=1)
-    for name in SUPPORT:
-        if name in before and name in now:
-            new = now[name][known:] if name == SUPPORT[0] else now[name]
-            sections[name] = torch.cat([before[name], new])
-        else:
-            sections.pop(name, None)
+    sizes, *others = SUPPORT
+    if sizes in before:
+        new = now.get(sizes, torch.zeros(length, dtype=torch.int32))
+        sections[sizes] = torch.cat([before[sizes], new[known:]])
+        sections |= {name: torch.cat([x[name] for x in (before, now) if name in x]) for name in others}
     return sections
 
 
-def counts_tokens(policy: Policy) -> bool:
-    """Return True if the policy's compactions, or their record, depend on how many tokens a sequence has seen, so that
-    the tokens of a turn cannot be the end of another prompt.
-    """
-    plain = type(policy.schedule) in (Schedule, NeverEvicts)
-    return not plain or type(policy).further is not Policy.further
-
-
-def requests_of(
+def turn_requests(
     turns: Sequence[Turn], sampling: SamplingConfig, keep: bool, policy: Policy, vocabulary: int
-) -> Iterator[TurnRequest]:
-    """Yield the request of each turn. Raises UserError for a conversation that cannot go on."""
-    if sampling.n != 1:
-        raise UserError(f"n must be 1 in a conversation, got {sampling.n}")
-    going_on: list[Held] = [turn.held for turn in turns if turn.held is not None]
-    if len({held for held in going_on if not held.used}) < len(going_on):
-        once = "a conversation goes on once from what converse has returned, unless new weights or sleep come between"
-        raise UserError(f"{once}; begin this conversation again")
-    whole = [[*(turn.held.tokens if turn.held else ()), *turn.tokens] for turn in turns]
-    for turn, request in zip(turns, requests_to_sample(whole, sampling, vocabulary), strict=True):
-        tokens, held, answer = request.prompt, turn.held, list(turn.tokens) if turn.held else []
-        singly = held is not None and counts_tokens(policy)
-        yield TurnRequest(
-            request.place,
-            tokens[: len(tokens) - len(answer)] if singly else tokens,
-            turn.max_tokens + len(answer) if singly else turn.max_tokens,
-            request.seed,
-            begins=len(held.rollout.prompt_ids) if held else len(tokens),
-            answer=answer,
-            held=held,
-            next=Held() if keep else None,
-            singly=singly,
-            evicts=policy.schedule.evicts,
-        )
+) -> list[TurnRequest]:
+    """Return the request of each turn. Raises UserError for a conversation that cannot go on."""
+    if any(isinstance(turn.held, KeptConversation) and turn.held.lost for turn in turns):
+        raise UserError("a conversation is lost when the engine takes new weights or sleeps; begin it again")
+    requests = []
+    for given in requests_of_turns(turns, sampling, vocabulary):
+        next_turn = KeptConversation() if keep else None
+        request = TurnRequest(**vars(given), policy=policy, next=next_turn)
+        extra = len(request.answer) if request.singly else 0
+        requests.append(replace(request, max_tokens=request.max_tokens + extra))
+    return requests

@@ -31,7 +31,7 @@ from rollout.engine import Rollout, Turn, sampling_stage
 from rollout.sampling import NotFiniteLogprobError, Request, requests_to_sample, requests_to_simulate, stop_tokens
 from rollout.vllm.compat import arguments, plugin
 from rollout.vllm.compat.arguments import KEY
-from rollout.vllm.conversations import Held, TurnRequest, held_of, requests_of
+from rollout.vllm.conversations import KeptConversation, TurnRequest, turn_requests
 from rollout.vllm.memory import beside_cache
 from rollout.vllm.sampling import Result
 from sparse_rl.attention.families import EXPERTS, cache_shape, windows_of
@@ -117,7 +117,7 @@ class VLLMEngine:
         self.context_entries = context_entries
         self.held: Context | None = None  # the context that the workers hold
         self.turn = threading.Lock()
-        self.conversations: weakref.WeakSet[Held] = weakref.WeakSet()  # whose entries the workers keep
+        self.conversations: weakref.WeakSet[KeptConversation] = weakref.WeakSet()
         self.shape = layers, kv_heads
         self.identity = identify(model)  # read now: files that replace these later have other weights
         self.generation_config = load_generation_config(model)
@@ -187,27 +187,24 @@ class VLLMEngine:
 
     def converse(
         self, turns: Sequence[Turn], sampling: SamplingConfig, keep: bool = True
-    ) -> list[tuple[Rollout, Held | None]]:
-        """Implement `Engine.converse`. The workers let go of a conversation's entries when it goes on, when `held` is
-        no longer referenced, and when the weights change.
+    ) -> list[tuple[Rollout, KeptConversation | None]]:
+        """Implement `Engine.converse`. In the next run after `held` is no longer referenced, and when the weights
+        change, the workers let go of a conversation's entries.
 
-        Raises UserError for a conversation that has gone on before, or whose entries are lost.
+        Raises UserError for a conversation whose entries are lost.
         """
-        requests = list(requests_of(turns, sampling, keep, self.policy, self.config.vocab_size))
-        self._check_room(requests, sampling)
-        self._lose([request.held for request in requests if request.held is not None])
+        requests = turn_requests(turns, sampling, keep, self.policy, self.config.vocab_size)
         self.conversations.update(request.next for request in requests if request.next is not None)
         rollouts = self._rollouts(requests, sampling)
         return [(rollout, request.next) for rollout, request in zip(rollouts, requests, strict=True)]
 
-    def _lose(self, conversations: Iterable[Held]) -> None:
-        for held in list(conversations):
-            held.used = True
+    def _lose_conversations(self) -> None:
+        for held in list(self.conversations):
+            held.lost = True
 
-    def _live(self, requests: Sequence[Request] = ()) -> list[int]:
-        """Return the names of the conversations that may go on, or that `requests` continue."""
-        going_on = {held_of(request) for request in requests}
-        return [held.name for held in list(self.conversations) if not held.used or held in going_on]
+    def _live(self) -> list[int]:
+        """Return the names of the conversations that may go on."""
+        return [held.name for held in list(self.conversations) if not held.lost]
 
     def logprobs(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], context: Context
@@ -233,7 +230,7 @@ class VLLMEngine:
             reads = request.reads if isinstance(request, TurnRequest) else length
             if context is None and reads > self.max_prompt:
                 wrong = f"prompt {number} has {length} tokens"
-                if held_of(request) is not None:
+                if request.held is not None:
                     wrong = f"conversation {number} holds {reads} entries with those of the tokens that it reads"
                 raise UserError(f"{wrong}, but max_prompt is {self.max_prompt}")
             held = length + request.max_tokens
@@ -249,12 +246,11 @@ class VLLMEngine:
                 raise UserError(f"prompt {number} may need {held} entries; raise context_entries, which is {most}")
 
     def _run(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Rollout]:
-        live = self._live(requests)
         # weights may have changed since the last run, unless a conversation goes on
-        begins = all(held_of(request) is None for request in requests)
+        begins = all(request.held is None for request in requests)
         if self.caches_prompts and begins and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps the prompts of an earlier run in its cache, although no request runs")
-        self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling), live))
+        self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling), self._live()))
         try:
             if requests and (context := requests[0].context) is not None and context is not self.held:
                 self._hold(context)
@@ -334,7 +330,7 @@ class VLLMEngine:
             held = self.policy.schedule.most_held(prompt, self.max_model_len)
             blocks = -(-(prompt - 1) // cache.block_size) + 2 * -(-held // cache.block_size)
             fits = prompt > 1 and blocks < cache.num_gpu_blocks  # one block is vLLM's own
-            fits = fits and held_of(request) is None
+            fits = fits and request.held is None
             groups.setdefault(tuple(request.tokens) if fits else request.place, []).append(request)
         return groups.values()
 
@@ -358,7 +354,7 @@ class VLLMEngine:
                 evict_at, sections = self._record(results, length)
                 if isinstance(request, TurnRequest):
                     sections = {**sections, **supports}
-                    yield request.place, request.joined(*numbers, evict_at, sections, output.finish_reason, self.policy)
+                    yield request.place, request.rollout(*numbers, evict_at, sections, output.finish_reason)
                     continue
                 if (context := request.context) is not None:
                     trace = (context.unrecorded() if "routed" in sections else context).trace(length)
@@ -387,7 +383,7 @@ class VLLMEngine:
         an error, some weights may be replaced.
         """
         checked = self._checked(weights)
-        self._lose(self.conversations)
+        self._lose_conversations()
         self.identity = UNKNOWN  # vLLM's workers hold the weights, in fused tensors
         with self.turn, ExitStack() as stack:
             if self.separate:
@@ -436,7 +432,7 @@ class VLLMEngine:
             buffers beside the cache are kept in host memory at both levels, and any `wake_up` brings them back
         """
         if self.can_sleep:
-            self._lose(self.conversations)
+            self._lose_conversations()
             with self.turn:
                 self.llm.sleep(level=level)
 

@@ -114,11 +114,9 @@ class Finished:
     """A turn of a conversation that has ended. blocks : the blocks with its entries
 
     name : name under which the workers keep the entries
-    before : name of the entries over which the turn was sampled, if any, else 0
     """
 
     name: int
-    before: int
     blocks: Sequence[int]
 
 
@@ -340,7 +338,6 @@ class CacheState:
         these blocks before this call.
         """
         for turn in finished:
-            self.kept.pop(turn.before, None)
             if turn.name in self.live:
                 self.kept[turn.name] = [buffer[index].cpu() for buffer, index in self._parts(turn.blocks)]
 
