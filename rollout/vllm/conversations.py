@@ -112,9 +112,9 @@ class TurnRequest(Request):
         before: Rollout | None = None if self.held is None else self.held.rollout
         prompt = len(self.prompt if before is None else before.prompt_ids)
         if before is not None:
-            known = len(before.trace)
-            evict_at[..., :known] = torch.minimum(evict_at[..., :known], self.held.evict_at)
-            sections = _after(before.trace.further, sections, known, length)
+            earlier = len(before.trace)
+            evict_at[..., :earlier] = torch.minimum(evict_at[..., :earlier], self.held.evict_at)
+            sections = _after(before.trace.further, sections, earlier, length)
         trace = EvictionTrace.recorded(evict_at, {**self.policy.further(prompt, length), **sections})
         numbers = tokens[forced:], logprobs[forced:], model_logprobs[forced:], trace, finish_reason
         rollout = Rollout(self.prompt, *numbers) if before is None else before.then(self.answer, *numbers)
@@ -125,15 +125,15 @@ class TurnRequest(Request):
         return rollout
 
 
-def _after(before: Mapping[str, Tensor], now: Mapping[str, Tensor], known: int, length: int) -> dict[str, Tensor]:
-    """Return the sections of a turn's record, after those of the `known` tokens before it."""
+def _after(before: Mapping[str, Tensor], now: Mapping[str, Tensor], earlier: int, length: int) -> dict[str, Tensor]:
+    """Return the sections of a turn's record, after those of the first `earlier` tokens."""
     sections = dict(now)
     if "routed" in now:
-        sections["routed"] = torch.cat([before["routed"][:, : known - 1], now["routed"][:, known - 1 :]], dim=1)
+        sections["routed"] = torch.cat([before["routed"][:, : earlier - 1], now["routed"][:, earlier - 1 :]], dim=1)
     sizes, *others = SUPPORT
     if sizes in before:
         new = now.get(sizes, torch.zeros(length, dtype=torch.int32))
-        sections[sizes] = torch.cat([before[sizes], new[known:]])
+        sections[sizes] = torch.cat([before[sizes], new[earlier:]])
         sections |= {name: torch.cat([x[name] for x in (before, now) if name in x]) for name in others}
     return sections
 

@@ -228,7 +228,8 @@ class VLLMEngine:
         for request in requests:
             length, number, context = len(request.tokens), request.place // sampling.n, request.context
             reads = request.reads if isinstance(request, TurnRequest) else length
-            if context is None and reads > self.max_prompt:
+            room = self.max_prompt if request.held is None else max(self.max_prompt, self.policy.schedule.peak or 0)
+            if context is None and reads > room:
                 wrong = f"prompt {number} has {length} tokens"
                 if request.held is not None:
                     wrong = f"conversation {number} holds {reads} entries with those of the tokens that it reads"

@@ -222,7 +222,7 @@ class SequenceSampler(nn.Module):
         read = [setting.get("read", ()) for setting in settings]  # tokens that a conversation reads one by one
         drawn = [step - len(tokens) for step, tokens in zip(steps, read, strict=True)]  # below 0: a token is read
         if self.sampling.temperature > 0 and "forced" not in settings[0]:
-            numbers = [self.stream(each["seed"]).at(max(n, 0)) for each, n in zip(settings, drawn, strict=True)]
+            numbers = [self.stream(setting["seed"]).at(max(n, 0)) for setting, n in zip(settings, drawn, strict=True)]
             uniform = _sent(numbers, torch.float64, logits.device)
         tokens = [
             given[n] if n < 0 else forced_token(n, setting.get("forced"), self.sampling)

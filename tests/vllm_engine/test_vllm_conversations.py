@@ -25,6 +25,7 @@ from watching import pool_of, watched
 
 from rollout import Rollout, SamplingConfig, make_engine
 from rollout.engine import Turn
+from rollout.vllm.memory import kept_bytes, turn_entries
 from rollout.vllm.state import CacheState
 from sparse_rl.attention import replay_logprobs
 from sparse_rl.errors import UserError
@@ -117,7 +118,7 @@ def test_conversations_equal_those_of_the_reference_engine(name: str, chunk: int
                 assert torch.equal(a.trace.evict_at, later.masked_fill(later >= len(a.trace) - 1, 2**30))
 
 
-def kept_bytes() -> int:
+def kept_in_worker() -> int:
     """Return the bytes that the worker of this process keeps of conversations."""
     from rollout.vllm.compat.paged import live_state
 
@@ -138,9 +139,9 @@ def test_a_small_pool_is_enough_and_nothing_is_left(open_engine: Callable) -> No
     assert [outcome(rollouts) for rollouts in turns] == [outcome(reference) for reference in expected]
     assert records.preempted == 0
     assert nothing_is_left(engine)
-    assert kept_bytes() > 0  # `talk` held the conversations to the end
+    assert 0 < kept_in_worker() <= kept_bytes(engine.policy, engine.config, 40, itemsize=4, cuda=False) / 2
     engine.generate(read[0][:1], SAMPLING)
-    assert kept_bytes() == 0
+    assert kept_in_worker() == 0
 
 
 def test_the_turn_before_may_be_continued_several_times(open_engine: Callable) -> None:
@@ -163,20 +164,20 @@ def test_workers_let_go_of_conversations(open_engine: Callable) -> None:
     engine = open_engine(GKV, QUICKSTART, shared=True, max_batch=8, max_model_len=512)
     pairs = engine.converse([Turn(t, 24) for t in read[0]], SAMPLING)
     engine.generate(read[0][:1], SAMPLING)  # the last step's conversations are kept in the next step
-    whole = kept_bytes()
+    whole = kept_in_worker()
     assert whole > 0
     del pairs[1:]
     gc.collect()
     engine.generate(read[0][:1], SAMPLING)
-    assert 0 < kept_bytes() < whole / 3
+    assert 0 < kept_in_worker() < whole / 3
     held = pairs[0][1]
     weights = load_model(QUICKSTART).state_dict()
     engine.load_weights((name, weight) for name, weight in weights.items() if name in engine._expected[2])
-    assert kept_bytes() == 0
+    assert kept_in_worker() == 0
     with pytest.raises(UserError, match="a conversation is lost when the engine takes new weights"):
         engine.converse([Turn([5], 4, held)], SAMPLING)
     engine.generate(read[0][:1], SAMPLING)
-    assert kept_bytes() == 0
+    assert kept_in_worker() == 0
 
 
 @pytest.mark.parametrize(
@@ -220,16 +221,26 @@ def test_a_stop_token_ends_a_turn_only_if_it_is_sampled(name: str, open_engine: 
     )
 
 
-def test_the_cache_must_have_room_for_what_is_read(open_engine: Callable) -> None:
-    """The entries that are held, and the tokens read at once; not the whole conversation."""
-    engine = open_engine(GKV, QUICKSTART, max_batch=8, max_model_len=512, max_prompt=64)
-    ((_, held),) = engine.converse([Turn([5] * 60, 100)], SAMPLING)
-    ((rollout, _),) = engine.converse([Turn([5] * 30, 4, held)], SAMPLING)
-    assert len(rollout.trace) == 60 + 100 + 30 + 4
+@pytest.mark.parametrize("name", ["gkv", "am"])
+@pytest.mark.few(1)
+def test_the_cache_must_have_room_for_what_is_read(name: str, open_engine: Callable) -> None:
+    """The entries that are held, and the tokens read at once; not the whole conversation. `turn_entries` says it."""
+    policy = policy_of(name, budget=20, sinks=1, window=6, period=8, reference_queries=12)
+    engine = open_engine(policy, QUICKSTART, max_batch=8, max_model_len=512, max_prompt=64)
+    answer = 64 - turn_entries(engine.policy, 0)
+    lengths = range(101, 101 + 8)
+    pairs = engine.converse([Turn([5] * 60, length) for length in lengths], SAMPLING)
+    rollouts = engine.converse([Turn([5] * answer, 4, held) for _, held in pairs], SAMPLING)
+    assert [len(r.trace) for r, _ in rollouts] == [60 + length + answer + 4 for length in lengths]
+    longer = [Turn([5] * (answer + 1), 4, held) for _, held in pairs]
+    if name == "am":  # it reads them one by one
+        assert turn_entries(engine.policy, 100) == 64 - answer
+        engine.converse(longer, SAMPLING)
+        return
     with pytest.raises(
-        UserError, match=r"conversation 0 holds \d+ entries with those of the tokens that it reads, but"
+        UserError, match=r"conversation \d holds 65 entries with those of the tokens that it reads, but"
     ):
-        engine.converse([Turn([5] * 60, 4, held)], SAMPLING)
+        engine.converse(longer, SAMPLING)
 
 
 @pytest.mark.slow
