@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from judging import wrong_traces
+from learned import SCORERS
 from policy_cases import ON_VLLM
 from test_vllm_groups import nothing_is_left
 from test_vllm_learned import learned
@@ -35,8 +36,8 @@ SAMPLING = SamplingConfig(1, seed=3, ignore_eos=True)
 LENGTHS = (5, 18, 33, 41, 12, 12), (9, 30, 1, 12, 25, 0), (14, 2, 40, 70, 26, 3)  # of prompts, then of answers
 GKV = policy_of("gkv", budget=20, window=8, period=8)
 GROWING = {"policy": "gkv", "budget": {"tokens": [0, 60], "entries": [20, 32]}, "window": 8, "period": 8}
-CASES = [*ON_VLLM, "growing", "triattention", "kvpop", "experts"]
-FAST = ("full", "gkv", "h2o", "am", "growing", "kvpop", "experts")
+CASES = [*ON_VLLM, "growing", "triattention", "experts", *SCORERS]
+FAST = ("full", "gkv", "h2o", "am", "growing", "experts", "delayed")
 
 
 def texts(lengths: Sequence[Sequence[int]], seed: int = 0) -> list[list[list[int]]]:
@@ -81,8 +82,8 @@ def sampled_gap(folder: Path, rollouts: Sequence[Rollout]) -> float:
 
 def case(name: str) -> tuple[Path, Any]:
     """Return (directory of a model, policy)."""
-    if name == "kvpop":
-        return learned("mlstm"), None
+    if name in SCORERS:
+        return learned(name), None
     if name == "triattention":
         return calibrated(QUICKSTART), policy_of(name, budget=20, window=8, period=8)
     if name == "experts":
