@@ -8,6 +8,9 @@ has its own copy of the last, partly filled block.
 The samples of one prompt wait for its holder (scheduler.py), a request of all its tokens but the last. To vLLM, it then
 seems that the connector has loaded these tokens, which the workers copy. The holder keeps its blocks until the step in
 which the last sample begins.
+
+A conversation (conversations.py) continues the cache that its last turn has left, which the workers keep in host memory
+and, to vLLM, the connector loads. To the schedule, the tokens that have left the cache never were.
 """
 
 from __future__ import annotations
@@ -27,10 +30,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from rollout.context.cache import Context, load_context
 from rollout.vllm.arrivals import ArrivalState
 from rollout.vllm.compat import arguments, paged
-from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.memory import most_holders
-from rollout.vllm.scheduler import ASKED, HOLDING, Holder, refuse_cache
-from rollout.vllm.state import Begun, Behind, CacheState, Due, Plan
+from rollout.vllm.scheduler import ASKED, DONE, HOLDING, KEPT, Holder, own_setting, refuse_cache
+from rollout.vllm.state import Begun, Behind, CacheState, Due, Finished, Kept
 from sparse_rl.errors import UserError
 from sparse_rl.methods.am.policy import BIAS
 
@@ -39,11 +41,13 @@ from sparse_rl.methods.am.policy import BIAS
 class Step(KVConnectorMetadata):
     """The messages of one step to the workers.
 
-    ended : first blocks of requests that no longer run; read before `begun`, which may reuse a block. Both are read
+    finished : turns of conversations whose entries are to be kept; read before `ended`
+    ended : first blocks of requests that no longer run; read before `begun`, which may reuse a block. All are read
         before the forward pass (worker.py), `due` after it
     released : ids of holders whose last sample begins in this step, or will never begin
     """
 
+    finished: list[Finished] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     begun: list[Begun] = field(default_factory=list)
     due: list[Due] = field(default_factory=list)
@@ -70,6 +74,7 @@ class EvictionConnector(KVConnectorBase_V1):
         self.state: CacheState
         if role == KVConnectorRole.SCHEDULER:
             HOLDING.clear()  # an interrupted run of an engine that was closed may have left some
+            KEPT.clear()
 
     # ---- the worker's side ----------------------------------------------------------------------------------------
 
@@ -108,16 +113,21 @@ class EvictionConnector(KVConnectorBase_V1):
         return not extra_config.get(arguments.KEY, {}).get("full_graphs", False)
 
     def on_new_request(self, request: Any) -> None:
-        if (name := _own(request, "group")) is not None:
+        if (name := own_setting(request, "group")) is not None:
             self.groups.setdefault(name, Holder(name)).waiting += 1
-        elif (name := _own(request, "holds")) is not None:
+        elif (name := own_setting(request, "holds")) is not None:
             self.groups[name].request_id, self.groups[name].tokens = request.request_id, request.num_tokens
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of tokens that a sample copies from its holder; None if the request must wait: a sample for
-        its holder, a holder for another one to end.
+        """Return the number of tokens that a sample copies from its holder, or whose entries a conversation has kept;
+        None if the request must wait: a sample for its holder, a holder for another one to end.
         """
-        if (holder := self.groups.get(_own(request, "holds"))) is not None:
+        if (named := own_setting(request, "kept")) is not None:
+            kept = Kept(*named)
+            # one that was preempted reads its tokens at once, because vLLM ends it before it samples (scheduler.py)
+            KEPT[request.request_id] = replace(kept, prompt=0) if request.num_preemptions else kept
+            return kept.seen, False
+        if (holder := self.groups.get(own_setting(request, "holds"))) is not None:
             if request.request_id not in HOLDING and len(HOLDING) >= self.most_holders:
                 return None, False
             HOLDING[request.request_id] = holder
@@ -133,10 +143,16 @@ class EvictionConnector(KVConnectorBase_V1):
             if holder.blocks:
                 fork = holder.request_id, holder.blocks, owned[: len(holder.blocks)]
             self._leave(holder)
-        begun = Begun(request.request_id, owned[0], request.num_tokens, self.behind(request, owned), *fork)
+        prompt, behind, kept = request.num_tokens, self.behind(request, owned), KEPT.get(request.request_id)
+        if kept is not None:
+            prompt, fork = kept.prompt or prompt - kept.gone, ("", (), self._filled(owned, kept.entries))
+        begun = Begun(request.request_id, owned[0], prompt, behind, kept, *fork)
         self._end(request.request_id)  # the request may have been preempted in this same step
         self.running[request.request_id] = begun
         self.step.begun.append(begun)
+
+    def _filled(self, blocks: list[int], entries: int) -> list[int]:
+        return blocks[: -(-entries // self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)]
 
     def behind(self, request: Any, blocks: list[int]) -> Behind | None:
         """Return the compacted context that a request with these blocks continues, if any."""
@@ -152,8 +168,9 @@ class EvictionConnector(KVConnectorBase_V1):
         before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, computed in before.items():
             begun, seen = self.running[request_id], computed + count[request_id]
-            if request_id not in HOLDING and self.schedule.due(begun.prompt, seen):
-                held, kept = self.schedule.attended(begun.prompt, seen), self.schedule.left(begun.prompt, seen)
+            counts = begun.prompt, seen - begun.gone
+            if request_id not in HOLDING and self.schedule.due(*counts):
+                held, kept = self.schedule.attended(*counts), self.schedule.left(*counts)
                 self.step.due.append(Due(begun.block, seen, held, kept))
         step, self.step = self.step, Step()
         # each time anew: vLLM does not hear from a step that is interrupted
@@ -163,20 +180,24 @@ class EvictionConnector(KVConnectorBase_V1):
         return step
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if (holder := self.groups.get(_own(request, "holds"))) is not None:
+        if (holder := self.groups.get(own_setting(request, "holds"))) is not None:
             if request.num_output_tokens:
                 holder.blocks = block_ids
                 return True, None  # vLLM keeps the blocks until `get_finished` names the holder
             holder.tokens, holder.blocks = 0, []  # it failed or was aborted; samples that do not end prefill the prompt
         elif (holder := self._awaited(request)) is not None:
             self._leave(holder)
+        if (name := own_setting(request, "keep")) is not None and request.status in DONE:
+            begun = self.running[request.request_id]
+            held = self.schedule.held(begun.prompt, request.num_tokens - 1 - begun.gone)
+            self.step.finished.append(Finished(name, self._filled(block_ids, held)))
         self._end(request.request_id)
         return False, None
 
     def _awaited(self, request: Any) -> Holder | None:
         """Return the holder of a sample that has never begun."""
         begun = request.num_preemptions or request.request_id in self.running
-        return None if begun else self.groups.get(_own(request, "group"))
+        return None if begun else self.groups.get(own_setting(request, "group"))
 
     def _leave(self, holder: Holder) -> None:
         """Count a sample that waits no longer."""
@@ -189,11 +210,6 @@ class EvictionConnector(KVConnectorBase_V1):
             self.step.ended.append(self.running.pop(request_id).block)
 
 
-def _own(request: Any, name: str) -> Any:
-    """Return a setting that the engine has given to a request (`VLLMEngine._sample`), if it has."""
-    return (request.sampling_params.extra_args or {}).get(KEY, {}).get(name)
-
-
 # ---- contexts: the worker's side ------------------------------------------------------------------------------------
 
 UNSEEN = -3e4  # replaces a bias of -inf that is stored as a coordinate of a key: kernels may turn -inf into NaN there
@@ -202,7 +218,6 @@ UNSEEN = -3e4  # replaces a bias of -inf that is stored as a coordinate of a key
 class ContextState(CacheState):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.gone = torch.zeros_like(self.prompt_length)  # `Behind.gone` of each request, indexed by its first block
         self.contexts: dict[str, list[tuple[Tensor, ...]]] = {}  # name -> (keys, values, bias) of each layer
 
     def hold(self, name: str, context: Context) -> None:
@@ -217,7 +232,7 @@ class ContextState(CacheState):
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
         for newcomer in begun:
-            self.gone[newcomer.block] = 0 if newcomer.behind is None else newcomer.behind.gone
+            self.gone[newcomer.block] = newcomer.gone
             if newcomer.behind is not None:
                 self._fill(newcomer.behind)
 
@@ -235,10 +250,6 @@ class ContextState(CacheState):
             self.state[BIAS][layer][where] = bias
             if self.folded:
                 self.folded[layer][where] = bias.clamp(min=UNSEEN).to(self.folded[layer].dtype)
-
-    def make_plan(self, block_table: Tensor, seq_lens: Tensor, starts: Tensor, starts_cpu: Tensor) -> Plan:
-        missing_slots = self.gone[block_table[:, 0].long()].to(seq_lens.dtype)
-        return super().make_plan(block_table, seq_lens - missing_slots, starts, starts_cpu)
 
 
 class ContextConnector(EvictionConnector):
@@ -270,7 +281,7 @@ class ContextConnector(EvictionConnector):
         if request.skip_reading_prefix_cache or request.lora_request is not None:  # its whole prompt is computed
             return None
         if not self.served:  # an engine; a server ignores the name, because a client could write any name
-            named = _own(request, "context")
+            named = own_setting(request, "context")
             return None if named is None else Behind(*named)
         if request not in self.compared:  # vLLM asks again at each attempt to schedule the request
             prompt = request.prompt_token_ids or ()
@@ -283,5 +294,4 @@ class ContextConnector(EvictionConnector):
         behind = ASKED.get(request.request_id)
         if behind is None:
             return None
-        size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        return replace(behind, blocks=blocks[behind.shared : -(-behind.entries // size)])
+        return replace(behind, blocks=self._filled(blocks, behind.entries)[behind.shared :])

@@ -27,10 +27,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from rollout.config import SamplingConfig
 from rollout.context import Context
 from rollout.context.cache import save_context
-from rollout.engine import Rollout, sampling_stage
+from rollout.engine import Rollout, Turn, sampling_stage
 from rollout.sampling import NotFiniteLogprobError, Request, requests_to_sample, requests_to_simulate, stop_tokens
 from rollout.vllm.compat import arguments, plugin
 from rollout.vllm.compat.arguments import KEY
+from rollout.vllm.conversations import KeptConversation, TurnRequest, turn_requests
 from rollout.vllm.memory import beside_cache
 from rollout.vllm.sampling import Result
 from sparse_rl.attention.families import EXPERTS, cache_shape, windows_of
@@ -116,6 +117,7 @@ class VLLMEngine:
         self.context_entries = context_entries
         self.held: Context | None = None  # the context that the workers hold
         self.turn = threading.Lock()
+        self.conversations: weakref.WeakSet[KeptConversation] = weakref.WeakSet()
         self.shape = layers, kv_heads
         self.identity = identify(model)  # read now: files that replace these later have other weights
         self.generation_config = load_generation_config(model)
@@ -183,15 +185,36 @@ class VLLMEngine:
     ) -> list[Rollout]:
         return self._rollouts(*requests_to_simulate(prompts, completions, temperature, self.config.vocab_size, context))
 
+    def converse(
+        self, turns: Sequence[Turn], sampling: SamplingConfig, keep: bool = True
+    ) -> list[tuple[Rollout, KeptConversation | None]]:
+        """Implement `Engine.converse`. In the next run after `held` is no longer referenced, and when the weights
+        change, the workers let go of a conversation's entries.
+
+        Raises UserError for a conversation whose entries are lost.
+        """
+        requests = turn_requests(turns, sampling, keep, self.policy, self.config.vocab_size)
+        self.conversations.update(request.next for request in requests if request.next is not None)
+        rollouts = self._rollouts(requests, sampling)
+        return [(rollout, request.next) for rollout, request in zip(rollouts, requests, strict=True)]
+
+    def _lose_conversations(self) -> None:
+        for held in list(self.conversations):
+            held.lost = True
+
+    def _live(self) -> list[int]:
+        """Return the names of the conversations that may go on."""
+        return [held.name for held in list(self.conversations) if not held.lost]
+
     def logprobs(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], context: Context
     ) -> list[Tensor]:
         """Implement `Engine.logprobs`, token by token: `simulate`."""
         return [torch.tensor(r.model_logprobs) for r in self.simulate(prompts, completions, context=context)]
 
-    def _rollouts(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
+    def _rollouts(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
         self._check_room(requests, sampling)
-        rollouts, waiting = dict[int, Rollout](), requests
+        rollouts, waiting = dict[int, Rollout](), list(requests)
         with self.turn, sampling_stage(requests, self.progress) as stage:
             for _ in range(ATTEMPTS):
                 rollouts.update(self._run(waiting, sampling, stage))
@@ -201,11 +224,16 @@ class VLLMEngine:
         often = f"{len(waiting)} sequences were preempted {ATTEMPTS} times"
         raise StoppedError(f"{often}; lower max_batch or raise kv_cache_gb")
 
-    def _check_room(self, requests: list[Request], sampling: SamplingConfig) -> None:
+    def _check_room(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         for request in requests:
             length, number, context = len(request.tokens), request.place // sampling.n, request.context
-            if context is None and length > self.max_prompt:
-                raise UserError(f"prompt {number} has {length} tokens, but max_prompt is {self.max_prompt}")
+            reads = request.reads if isinstance(request, TurnRequest) else length
+            room = self.max_prompt if request.held is None else max(self.max_prompt, self.policy.schedule.peak or 0)
+            if context is None and reads > room:
+                wrong = f"prompt {number} has {length} tokens"
+                if request.held is not None:
+                    wrong = f"conversation {number} holds {reads} entries with those of the tokens that it reads"
+                raise UserError(f"{wrong}, but max_prompt is {self.max_prompt}")
             held = length + request.max_tokens
             if held > self.max_model_len:
                 wrong = f"prompt {number} has {length} tokens: with max_tokens {request.max_tokens}"
@@ -219,15 +247,17 @@ class VLLMEngine:
                 raise UserError(f"prompt {number} may need {held} entries; raise context_entries, which is {most}")
 
     def _run(self, requests: list[Request], sampling: SamplingConfig, stage: Stage) -> dict[int, Rollout]:
-        if self.caches_prompts and not self.llm.reset_prefix_cache():  # weights may have changed since the last run
+        # weights may have changed since the last run, unless a conversation goes on
+        begins = all(request.held is None for request in requests)
+        if self.caches_prompts and begins and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps the prompts of an earlier run in its cache, although no request runs")
-        self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling),))
+        self.llm.collective_rpc("begin_run", args=(dataclasses.asdict(sampling), self._live()))
         try:
             if requests and (context := requests[0].context) is not None and context is not self.held:
                 self._hold(context)
             return dict(self._with_records(requests, self._sample(requests, sampling, stage)))
         finally:
-            self.llm.collective_rpc("end_run")
+            self.llm.collective_rpc("end_run", args=(self._live(),))
 
     def _hold(self, context: Context) -> None:
         with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
@@ -268,7 +298,8 @@ class VLLMEngine:
                 first = group[0]
                 extra = {"group": str(first.place)} if len(group) > 1 else {}
                 for request in group:
-                    add(request.place, request.tokens, request.max_tokens, request, **extra)
+                    more = request.settings if isinstance(request, TurnRequest) else {}
+                    add(request.place, request.tokens, request.max_tokens, request, **extra, **more)
                 if extra:  # the holder (scheduler.py); its place is negative
                     add(-1 - first.place, first.tokens[:-1], 1, first, holds=extra["group"])
             while engine.has_unfinished_requests():
@@ -300,6 +331,7 @@ class VLLMEngine:
             held = self.policy.schedule.most_held(prompt, self.max_model_len)
             blocks = -(-(prompt - 1) // cache.block_size) + 2 * -(-held // cache.block_size)
             fits = prompt > 1 and blocks < cache.num_gpu_blocks  # one block is vLLM's own
+            fits = fits and request.held is None
             groups.setdefault(tuple(request.tokens) if fits else request.place, []).append(request)
         return groups.values()
 
@@ -319,23 +351,31 @@ class VLLMEngine:
                     name: torch.from_numpy(np.frombuffer(values, np.int32).reshape(shape).copy())
                     for name, (values, shape) in results[0]["supports"].items()
                 }
-                trace = self._trace(request, results, length).beside(supports)
-                numbers = logprobs, model_logprobs, trace, output.finish_reason
-                yield request.place, Rollout(request.tokens, list(output.token_ids), *numbers)
+                numbers = list(output.token_ids), logprobs, model_logprobs
+                evict_at, sections = self._record(results, length)
+                if isinstance(request, TurnRequest):
+                    sections = {**sections, **supports}
+                    yield request.place, request.rollout(*numbers, evict_at, sections, output.finish_reason)
+                    continue
+                if (context := request.context) is not None:
+                    trace = (context.unrecorded() if "routed" in sections else context).trace(length)
+                else:
+                    further = self.policy.further(len(request.prompt), length)
+                    trace = EvictionTrace.recorded(evict_at, {**further, **sections})
+                yield request.place, Rollout(request.tokens, *numbers, trace.beside(supports), output.finish_reason)
 
-    def _trace(self, request: Request, ranks: list[Result], length: int) -> EvictionTrace:
-        routed = ranks[0]["routed"]
-        if request.context is not None:
-            return (request.context if routed is None else request.context.unrecorded()).trace(length)
+    def _record(self, ranks: list[Result], length: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the evictions of a request with `length` tokens, int32 [L, Hkv, length], and the other sections that
+        its workers have recorded.
+        """
         evict_at = torch.full((*self.shape, length), NEVER, dtype=torch.int32)
         if parts := [rank["evict_at"] for rank in ranks if rank["evict_at"] is not None]:
             heads = [np.frombuffer(part, np.int32).reshape(self.shape[0], -1, length) for part in parts]
             evict_at = torch.from_numpy(np.concatenate(heads, axis=1))
-        further = self.policy.further(len(request.prompt), length)
-        if routed is not None:
-            by_token = np.frombuffer(routed, np.int16).reshape(length, self.shape[0], -1)
-            further = {**further, "routed": torch.from_numpy(by_token.transpose(1, 0, 2).copy())}
-        return EvictionTrace.recorded(evict_at, further)
+        if (routed := ranks[0]["routed"]) is None:
+            return evict_at, {}
+        by_token = np.frombuffer(routed, np.int16).reshape(length, self.shape[0], -1)
+        return evict_at, {"routed": torch.from_numpy(by_token.transpose(1, 0, 2).copy())}
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -344,6 +384,7 @@ class VLLMEngine:
         an error, some weights may be replaced.
         """
         checked = self._checked(weights)
+        self._lose_conversations()
         self.identity = UNKNOWN  # vLLM's workers hold the weights, in fused tensors
         with self.turn, ExitStack() as stack:
             if self.separate:
@@ -385,12 +426,14 @@ class VLLMEngine:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
-        """Release the engine's GPU memory between two calls of `generate`. Has no effect without `sleep_mode`.
+        """Release the engine's GPU memory between two calls of `generate`. Has no effect without `sleep_mode`. No
+        conversation goes on after it.
 
         level : 1 keeps the weights in host memory; 2 drops them, so that `load_weights` must precede `generate`. The
             buffers beside the cache are kept in host memory at both levels, and any `wake_up` brings them back
         """
         if self.can_sleep:
+            self._lose_conversations()
             with self.turn:
                 self.llm.sleep(level=level)
 

@@ -55,17 +55,50 @@ def most_holders(policy: Policy, max_batch: int) -> int:
 
 def beside_cache(policy: Policy, config: Any, *, itemsize: int, max_batch: int, tensor_parallel: int = 1) -> Beside:
     """Compute the memory that each worker holds in addition to its cache, for numbers of `itemsize` bytes."""
-    layers, kv_heads, head_dim = cache_shape(config)
-    per_entry = 4 * (1 + len(policy.entry_memory)) if policy.schedule.evicts or policy.bias is not None else 0
-    memory = policy.sequence_memory(kv_heads // tensor_parallel, head_dim).values()
-    stored = policy.last_queries or int(policy.every_query)  # queries of each request
+    _, _, head_dim = cache_shape(config)
     rows = max_batch + most_holders(policy, max_batch) + 1  # 1: for padding
-    queries = stored * (config.num_attention_heads // tensor_parallel) * head_dim * itemsize
     return Beside(
-        per_byte=per_entry / (2 * head_dim * itemsize),
-        requests=layers * rows * (queries + sum(value.nbytes for value in memory)),
+        per_byte=_per_entry(policy) / (2 * head_dim * itemsize),
+        requests=rows * _per_request(policy, config, itemsize, tensor_parallel),
         sampler=LOGIT * max_batch * config.vocab_size,
     )
+
+
+def _per_entry(policy: Policy) -> int:
+    """Return the bytes of an entry's position and state."""
+    return 4 * (1 + len(policy.entry_memory)) if policy.schedule.evicts or policy.bias is not None else 0
+
+
+def _per_request(policy: Policy, config: Any, itemsize: int, tensor_parallel: int = 1) -> int:
+    """Return the bytes of a request's last queries, and of the policy's state of the request."""
+    layers, kv_heads, head_dim = cache_shape(config)
+    memory = policy.sequence_memory(kv_heads // tensor_parallel, head_dim).values()
+    stored = policy.last_queries or int(policy.every_query)
+    queries = stored * (config.num_attention_heads // tensor_parallel) * head_dim * itemsize
+    return layers * (queries + sum(value.nbytes for value in memory))
+
+
+def turn_entries(policy: Policy, answer: int) -> int | None:
+    """Return the maximum number of entries that a conversation holds while it reads `answer` tokens between two turns,
+    which `max_prompt` must allow; None if the cache does not evict, so that it holds the conversation.
+    """
+    schedule = policy.schedule
+    if not schedule.evicts or schedule.peak is None:
+        return None
+    return schedule.peak + answer * policy.reads_chunks  # the last sampled token, which comes first, is within the peak
+
+
+def kept_bytes(policy: Policy, config: Any, conversations: int, *, itemsize: int, cuda: bool) -> int:
+    """Return the bytes of host memory, in all workers together, of kept conversations. While a turn is sampled, the
+    workers have the entries over which it is sampled, and those that it leaves.
+    """
+    if (peak := policy.schedule.peak) is None or not policy.schedule.evicts:
+        return 0
+    layers, kv_heads, head_dim = cache_shape(config)
+    block = BLOCK["cuda" if cuda else "cpu"]
+    entries = -(-(peak - 1) // block) * block
+    unit = cache_bytes(entries, layers, kv_heads, head_dim, itemsize) + layers * kv_heads * entries * _per_entry(policy)
+    return 2 * conversations * (unit + _per_request(policy, config, itemsize))
 
 
 def wide_head(head_dim: int, on_cpu: bool) -> int:

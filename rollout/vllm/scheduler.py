@@ -21,12 +21,14 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 from vllm.v1.request import RequestStatus
 
+from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.sampling import NOT_FINITE
-from rollout.vllm.state import Behind
+from rollout.vllm.state import Behind, Kept
 from sparse_rl.errors import UserError
 from sparse_rl.policies.schedule import NEVER, GrowingSchedule, Schedule
 
 FAILED, PREEMPTED = "not finite", "preempted"  # the stop_reason of a request that `end_failed_requests` ends
+DONE = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 WHY = {
     FAILED: "its log-probabilities are not finite: the model's weights or activations are NaN or infinite; serve an "
     "undamaged checkpoint, or use another dtype",
@@ -55,6 +57,12 @@ class Holder:
 
 # Request id -> holder, from its first attempt to begin until its blocks are freed
 HOLDING: dict[str, Holder] = {}
+KEPT: dict[str, Kept] = {}  # request id -> the cache of the conversation that it continues, likewise
+
+
+def own_setting(request: Any, name: str) -> Any:
+    """Return a setting that the engine has given to a request (`VLLMEngine._sample`), if it has."""
+    return (request.sampling_params.extra_args or {}).get(KEY, {}).get(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +128,15 @@ class EvictingManager(BoundedManager):
         """Return the maximum number of blocks that a sequence of any length needs, if `prompt` tokens are prefilled."""
         return self.blocks_of(self.schedule.most_held(prompt, self.longest))
 
+    def counted(self, request_id: str, tokens: int) -> int:
+        """Return how many of a request's tokens the schedule counts."""
+        kept = KEPT.get(request_id)
+        return tokens if kept is None else tokens - kept.gone
+
     def needed(self, request_id: str, tokens: int) -> int:
         """Return the number of slots that a request needs while its last of `tokens` tokens is computed."""
         prompt, most = self.prompts[request_id], self.claims[request_id] * self.block_size
+        tokens = self.counted(request_id, tokens)
         if self.grows and tokens > prompt:
             tokens = self.schedule.most_decoding(prompt, tokens)
         return min(tokens, most)
@@ -139,6 +153,9 @@ class EvictingManager(BoundedManager):
         if apply_admission_cap:
             # At admission `num_tokens` counts all tokens to prefill, after a preemption also sampled ones. Blocks that
             # running sequences may still need stay reserved, so that no sequence is ever preempted.
+            num_tokens, kept = self.counted(request_id, num_tokens), KEPT.get(request_id)
+            if kept is not None and kept.prompt:
+                num_tokens = 0  # its tokens are read one by one
             self.claims[request_id], self.firsts[request_id] = self.claim(num_tokens), self.schedule.first(num_tokens)
             self.prompts[request_id] = num_tokens
             if request_id in HOLDING:
@@ -153,9 +170,14 @@ class EvictingManager(BoundedManager):
         need = self.blocks_of(self.needed(request_id, num_tokens))
         return max(0, need - len(self.req_to_blocks.get(request_id, ())))
 
-    def allocate_external_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """Give a sample the blocks for its holder's entries, which vLLM must not clear: it would clear the copies."""
-        super().allocate_external_computed_blocks(*args, **{**kwargs, "record_for_zeroing": False})
+    def allocate_external_computed_blocks(
+        self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int, *_: Any, **__: Any
+    ) -> None:
+        """Give a sample the blocks for its holder's entries, or a conversation those for its kept entries, which vLLM
+        must not clear: it would clear the copies.
+        """
+        entries = KEPT[request_id].entries if request_id in KEPT else num_external_computed_tokens
+        super().allocate_external_computed_blocks(request_id, num_local_computed_tokens, entries, False)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         return super().allocate_new_blocks(request_id, self.needed(request_id, num_tokens), num_tokens_main_model)
@@ -164,7 +186,7 @@ class EvictingManager(BoundedManager):
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free the blocks that a request will not need again once its first compaction has run."""
-        if processed_computed_tokens < self.firsts.get(request_id, NEVER):
+        if self.counted(request_id, processed_computed_tokens) < self.firsts.get(request_id, NEVER):
             return
         del self.firsts[request_id]
         self.claims[request_id] = keep = self.claim(0)
@@ -176,7 +198,8 @@ class EvictingManager(BoundedManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         for numbers in (self.claims, self.firsts, self.prompts):
             numbers.pop(request_id, None)
-        HOLDING.pop(request_id, None)
+        for requests in (HOLDING, KEPT):
+            requests.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
 
@@ -264,6 +287,7 @@ def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, Tensor] | None = Non
 def end_failed_requests() -> None:
     """Make vLLM's scheduler end a request, with finish_reason "error", if its log-probs are not finite or if it lost an
     evicting cache: its prompt and its sampled tokens have been prefilled again, densely. Tokens of earlier steps stay.
+    Tokens that a turn of a conversation reads one by one never end a request.
     """
     update: Any = Scheduler._update_request_with_output
 
@@ -274,6 +298,9 @@ def end_failed_requests() -> None:
             why = FAILED
         elif request.num_preemptions and any(isinstance(spec, EvictingSpec) for spec in specs):
             why = PREEMPTED
+        elif request.num_output_tokens < len(own_setting(request, "read") or ()):
+            request.append_output_token_ids(new_token_ids)
+            return new_token_ids, False
         else:
             return update(self, request, new_token_ids, *args, **kwargs)
         request.status, request.stop_reason, request.resumable = RequestStatus.FINISHED_ERROR, why, False

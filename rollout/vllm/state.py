@@ -59,24 +59,65 @@ class Behind:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """The cache that the earlier turns of a conversation have left, over which a request samples the next turn.
+
+    name : name of the entries in the workers' host memory
+    seen : number of tokens that the cache has seen
+    entries : number of entries per kv head
+    prompt : if the schedule counts tokens, number of tokens of the conversation's prompt, and the request reads its
+        tokens one by one; else 0: to the schedule, the request has a prompt of the entries and the tokens that it reads
+    """
+
+    name: int
+    seen: int
+    entries: int
+    prompt: int = 0
+
+    @property
+    def gone(self) -> int:
+        """Number of tokens that the schedule does not count."""
+        return 0 if self.prompt else self.seen - self.entries
+
+
+@dataclass(frozen=True)
 class Begun:
     """A request that was admitted, for the first time or after a preemption. All its tokens are prefilled densely.
 
     block : the request's first block, by which workers identify the request until it ends
-    prompt : number of tokens to prefill, including its context
+    prompt : number of tokens to prefill, with those of its context; if a conversation goes on, what the schedule counts
     behind : compacted context that the request continues, if any, whose tokens need no forward pass
+    kept : cache of the conversation that the request continues, if any, likewise
     holder : id of the holder (scheduler.py) with copies of whose entries the request begins, if any, so that only the
         last token of the prompt needs a forward pass
-    source, target : blocks of the holder, and as many of the request
+    source, target : blocks of the holder, and as many of the request; or the request's blocks for the entries of `kept`
     """
 
     request_id: str
     block: int
     prompt: int
     behind: Behind | None = None
+    kept: Kept | None = None
     holder: str = ""
     source: Sequence[int] = ()
     target: Sequence[int] = ()
+
+    @property
+    def gone(self) -> int:
+        """Number of tokens that the schedule does not count."""
+        before = self.kept or self.behind
+        return 0 if before is None else before.gone
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A turn of a conversation that has ended. blocks : the blocks with its entries
+
+    name : name under which the workers keep the entries
+    """
+
+    name: int
+    blocks: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -271,6 +312,10 @@ class CacheState:
         self.row = torch.full((blocks,), rows, device=self.device)  # indexed by a request's first block
         self.free_rows = list(range(rows))
         self.row_of: dict[int, int] = {}
+        # number of tokens that a request's schedule does not count (`Begun.gone`), indexed by its first block
+        self.gone = torch.zeros_like(self.prompt_length)
+        self.kept: dict[int, list[Tensor]] = {}  # name of a conversation -> what `_parts` yields, in host memory
+        self.live: set[int] = set()  # names of conversations that may go on; others are not kept
         # number of a request in the record, indexed by the request's first block
         self.number = torch.zeros(blocks, dtype=torch.long, device=self.device)
         self.prompts: dict[int, int] = {}  # first block -> prompt length, or 0 once the prompt is compacted
@@ -283,6 +328,29 @@ class CacheState:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
+    def keep_only(self, live: Sequence[int]) -> None:
+        """Let go of all conversations with other names."""
+        self.live = set(live)
+        self.kept = {name: parts for name, parts in self.kept.items() if name in self.live}
+
+    def keep(self, finished: Sequence[Finished]) -> None:
+        """Copy the entries of conversations to host memory. Their blocks may have new owners, but nothing is written to
+        these blocks before this call.
+        """
+        for turn in finished:
+            if turn.name in self.live:
+                self.kept[turn.name] = [buffer[index].cpu() for buffer, index in self._parts(turn.blocks)]
+
+    def _parts(self, blocks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the buffers of all layers, and where in each of them the request with these blocks has its data."""
+        slab, index = self.slab, self._sent(blocks) * self.arrangement.of_block + self.first_block[:, None]
+        coordinate = [] if slab.coordinate is None else [slab.coordinate]
+        for buffer in (slab.keys, slab.values, slab.positions, *slab.state.values(), *coordinate):
+            yield buffer, index
+        by_row = [] if slab.queries is None else [slab.queries]
+        for buffer in (*by_row, *(value.flatten(0, 1) for value in self.memory.values())):
+            yield buffer, self.first_row + self.row_of[blocks[0]]
+
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
         for block in ended:
             self.free_rows.append(self.row_of.pop(block))
@@ -291,18 +359,24 @@ class CacheState:
             self.prompt_length[self._sent(ended)] = UNKNOWN
         for request in begun:
             self.row_of[request.block] = self.free_rows.pop()
-            self.prompts[request.block] = request.prompt
+            self.prompts[request.block] = 0 if request.kept and request.kept.prompt else request.prompt
         numbers = [
             0 if self.record is None else self.record.begin(request.request_id, request.holder) for request in begun
         ]
         if begun:
             first = self._sent([request.block for request in begun])
             self.prompt_length[first] = self._sent([request.prompt for request in begun])
+            self.gone[first] = self._sent([request.gone for request in begun])
             self.row[first] = rows = self._sent([self.row_of[request.block] for request in begun])
             self.failed[rows] = False
             self.number[first] = self._sent(numbers)
         if forks := [request for request in begun if request.holder]:
             self.copy(forks)
+        for request in begun:
+            if request.kept is not None:
+                parts = zip(self._parts(request.target), self.kept[request.kept.name], strict=True)
+                for (buffer, index), values in parts:
+                    buffer[index] = values.to(self.device)
 
     def copy(self, forks: Sequence[Begun]) -> None:
         """Copy what is in the blocks and the rows of holders to those of the samples that begin."""
@@ -331,7 +405,7 @@ class CacheState:
         """
         blocks = block_table.long()
         first, tokens, seen = blocks[:, 0], int(starts_cpu[-1]), seq_lens.long()
-        lengths = self.policy.schedule.attended(self.prompt_length[first], seen)
+        lengths = self.policy.schedule.attended(self.prompt_length[first], seen - self.gone[first])
         row, slot, logical = torch.arange(len(first), device=self.device), lengths - 1, seen - 1
         all_single = tokens == len(first) and int(starts_cpu.diff().max()) == 1
         if not all_single:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class PolicyWorker(Worker):
         """Remove requests that have ended, and add those that begin, before vLLM builds the attention metadata."""
         if (state := live_state()) is not None:
             step = scheduler_output.kv_connector_metadata
+            state.keep(step.finished)
             state.begin(step.ended, step.begun)
         return super().execute_model(scheduler_output)
 
@@ -64,10 +65,11 @@ class EngineWorker(PolicyWorker):
         super().load_model(*arguments, **options)
         self.runner.capture()
 
-    def begin_run(self, sampling: dict[str, Any]) -> None:
+    def begin_run(self, sampling: dict[str, Any], live: Sequence[int]) -> None:
+        """Begin a run. live : names of the conversations whose entries are kept; those of others are let go"""
         if not isinstance(self.runner.draw, SequenceSampler):
             self.runner.draw = SequenceSampler(self.runner)
-        self._set_record(SamplingConfig(**sampling), RunRecord())
+        self._set_record(SamplingConfig(**sampling), RunRecord(), live)
 
     def take_results(self, lengths: dict[int, int]) -> list[Result]:
         """Return this rank's results, as `RunRecord.take` does. Raises NotFiniteError if a score was NaN on this rank:
@@ -77,14 +79,15 @@ class EngineWorker(PolicyWorker):
             raise NotFiniteError(f"{state.policy.name}: a NaN score; the model's keys or queries are not finite")
         return self.runner.draw.record.take(lengths)
 
-    def end_run(self) -> None:
-        self._set_record(SamplingConfig(1), None)
+    def end_run(self, live: Sequence[int]) -> None:
+        self._set_record(SamplingConfig(1), None, live)
 
-    def _set_record(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
+    def _set_record(self, sampling: SamplingConfig, record: RunRecord | None, live: Sequence[int]) -> None:
         self.runner.draw.begin_run(sampling, record)
         if (state := live_state()) is not None:
             state.record = record
             state.failed.zero_()
+            state.keep_only(live)
 
     def hold_context(self, name: str, source: str | Context) -> None:
         """Keep a compacted context, or the one in a file, until another context gets the same name."""
@@ -95,7 +98,11 @@ class EngineWorker(PolicyWorker):
         self.replace_weights(received(path, places))
 
     def replace_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace weights of the model and the scorers, given as (name in a Hugging Face checkpoint, tensor)."""
+        """Replace weights of the model and the scorers, given as (name in a Hugging Face checkpoint, tensor). The kept
+        entries of conversations are let go.
+        """
+        if (state := live_state()) is not None:
+            state.keep_only(())
         scorers: dict[str, Tensor] = {}
 
         def of_vllm() -> Iterator[tuple[str, Tensor]]:

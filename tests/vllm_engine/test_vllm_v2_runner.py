@@ -25,6 +25,7 @@ from test_vllm_not_finite import BAD, GOOD, POLICIES, poisoned, prompts, served
 from test_vllm_preemption import preempting
 from tiny import directory_of, policy_of
 from rollout import SamplingConfig, make_engine
+from rollout.engine import Turn
 
 LENGTHS = [40, 90, 33, 200, 5, 64, 7, 12, 30, 120]
 
@@ -46,6 +47,16 @@ def sampled(engine, lengths=LENGTHS):
     greedy = engine.generate(texts, SamplingConfig(24, temperature=0, ignore_eos=True))
     drawn = engine.generate(texts[1:4], SamplingConfig(10, n=2, top_p=0.9, seed=3, ignore_eos=True))
     return [rows_of(greedy), rows_of(drawn)]
+
+
+def conversed(engine):
+    held, rows = [None] * 3, []
+    for lengths in ([40, 90, 5], [7, 150, 1], [30, 3, 0]):
+        turns = [Turn(t, 12, h) for t, h in zip([*prompts(filter(None, lengths)), []], held)]
+        pairs = engine.converse(turns, SamplingConfig(1, seed=3, ignore_eos=True))
+        rows.append(rows_of([r for r, _ in pairs]))
+        held = [h for _, h in pairs]
+    return rows
 
 
 if __name__ == "__main__":
@@ -70,7 +81,9 @@ if __name__ == "__main__":
 
             PolicyWorker.execute_model = CPUWorker.execute_model
             EvictionConnector.handle_preemptions = lambda self, step: self.state.begin(step.ended, step.begun)
-        if case.startswith("preempted"):
+        if case.startswith("turns"):
+            results = conversed(engine)
+        elif case.startswith("preempted"):
             with preempting(engine, lambda step: step in (9, 20)):
                 results = sampled(engine)
         else:
@@ -81,7 +94,7 @@ if __name__ == "__main__":
     engine.close()
 """
 MODULES = {"V1": "vllm.v1.worker.cpu_model_runner", "V2": "vllm.v1.worker.cpu.model_runner"}
-CASES = ("full", "gkv", "h2o", "kvpop", "experts", "preempted gkv", "not finite")
+CASES = ("full", "gkv", "h2o", "kvpop", "experts", "preempted gkv", "not finite", "turns gkv", "turns am")
 
 
 def results_of(runner: str, case: str, folder: Path) -> Any:
