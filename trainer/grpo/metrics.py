@@ -22,6 +22,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from rollout.engine import Rollout
 from rollout.measure.mismatch import percentile
 from rollout.recorded import RecordedRollouts
+from rollout.turns import sampled_mask
 from sparse_rl.attention.families import policy_shape
 from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.metrics import no_lesson
@@ -168,10 +169,17 @@ def over_processes(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def held_entries(rollouts: Sequence[Rollout], policy: Policy, recorded: bool = False) -> list[int]:
     """Return the peak number of cache entries of each sequence, prefill included, as a mean over the layers without a
     sliding window and kv heads, rounded up. recorded : True if another policy than `policy` may have evicted"""
-    if recorded or policy.schedule.counts_vary or not policy.schedule.evicts:  # contexts may be compacted before
+    turns = any(len(rollout.spans) > 1 for rollout in rollouts)
+    if recorded or turns or policy.schedule.counts_vary or not policy.schedule.evicts:  # contexts may be compacted
         peaks = [float(r.trace.policy_part().peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
         return [max(len(r.prompt_ids), math.ceil(peak)) for r, peak in zip(rollouts, peaks, strict=True)]
     return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
+
+
+def sampled_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the mask of the completion tokens of TRL's batch that were sampled, not read: bool [rows, width]."""
+    real = batch["completion_mask"].bool()
+    return real & batch["tool_mask"].bool() if "tool_mask" in batch else real
 
 
 CAUSES = {
@@ -239,7 +247,7 @@ class GRPOMetrics:
         logprobs : `TracedBatch.logprobs`
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
-        real = batch["completion_mask"].bool()
+        real = sampled_tokens(batch)
         kept, whole = logprobs
         gap = (whole - batch["model_per_token_logps"])[real]
         ratio = (kept - batch["sampling_per_token_logps"])[real]
@@ -265,7 +273,7 @@ class GRPOMetrics:
         """
         trainer = self.trainer
         ratio = sampled.logprobs[0] - batch["sampling_per_token_logps"]
-        smallest = ratio.masked_fill(~batch["completion_mask"].bool(), 0.0).amin(dim=1)
+        smallest = ratio.masked_fill(~sampled_tokens(batch), 0.0).amin(dim=1)
         kept = smallest >= math.log(below)
         everywhere = trainer.accelerator.gather(kept)
         self._note("rejection/kept", float(everywhere.double().mean()))
@@ -286,11 +294,15 @@ class GRPOMetrics:
             sum(held_entries(rollouts, trainer.engine.policy, recorded)),
             sum(len(r.trace) - 1 for r in rollouts),
         )
-        sampled = sum(len(r.completion_ids) for r in rollouts)
+        masks = [sampled_mask(r) for r in rollouts]
+        sampled = sum(map(sum, masks))
         support = 0, 0, 0.0
         if trainer.sampling.truncated_support:
             sizes = torch.cat([r.trace.further["support_sizes"] for r in rollouts])
-            pairs = [pair for r in rollouts for pair in zip(r.model_logprobs, r.logprobs, strict=True)]
+            triples = zip(rollouts, masks, strict=True)
+            pairs = [
+                p for r, mask in triples for *p, own in zip(r.model_logprobs, r.logprobs, mask, strict=True) if own
+            ]
             support = int(sizes.sum()), int((sizes == 1).sum()), sum(math.exp(model - kept) for model, kept in pairs)
         counts = [retention, held, fed, len(rollouts), sampled, *support]
         local = torch.tensor([counts], device=accelerator.device)
