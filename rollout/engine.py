@@ -11,8 +11,9 @@ import importlib.util
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from rollout.config import ENGINES, SAMPLE_LIVE, EngineName, RolloutConfig, SamplingConfig
 from rollout.context import Context
-from rollout.sampling import Request
+from rollout.sampling import Request, requests_to_sample
 from sparse_rl.attention.families import cache_shape, family_only_hf
 from sparse_rl.errors import UserError, listed
 from sparse_rl.methods.config import PolicyConfig
@@ -56,7 +57,8 @@ class Rollout:
     spans : in a conversation, the parts (first token, end) of the completion that were sampled; the others were read,
         such as the answers of tools, and their log-probs are 0. () means that the whole completion was sampled
 
-    Raises TraceError if the trace cannot have been recorded with these tokens (`EvictionTrace.check`, `check_drawn`).
+    Raises TraceError if the trace cannot have been recorded with these tokens (`EvictionTrace.check`, `check_drawn`),
+    and UserError if spans are empty, overlap, or leave log-probs of tokens that were read.
     """
 
     prompt_ids: list[int]
@@ -70,6 +72,47 @@ class Rollout:
     def __post_init__(self) -> None:
         self.trace.check(len(self.prompt_ids))
         check_drawn(self.trace, [*self.prompt_ids, *self.completion_ids])
+        if self.spans:
+            bounds = [0, *(bound for span in self.spans for bound in span), len(self.completion_ids)]
+            if bounds != sorted(bounds) or any(start == end for start, end in self.spans):
+                wrong = f"spans {list(map(list, self.spans))[:20]} are not parts, in order and not empty,"
+                raise UserError(f"{wrong} of a completion of {len(self.completion_ids)} tokens")
+            read = [not sampled for sampled in self.sampled]
+            if any(map(any, (compress(self.logprobs, read), compress(self.model_logprobs, read)))):
+                raise UserError("a token outside the spans was read, not sampled, but has a log-prob other than 0")
+
+    @property
+    def sampled(self) -> list[bool]:
+        """True for each completion token that was sampled, False for one that was read."""
+        spans = self.spans or [(0, len(self.completion_ids))]
+        ours = {place for start, end in spans for place in range(start, end)}
+        return [place in ours for place in range(len(self.completion_ids))]
+
+    def then(
+        self,
+        read: Sequence[int],
+        sampled: Sequence[int],
+        logprobs: Sequence[float],
+        model_logprobs: Sequence[float],
+        trace: EvictionTrace,
+        finish_reason: Literal["stop", "length"],
+    ) -> Rollout:
+        """Return this conversation with one more turn.
+
+        read : tokens that were read before those of the turn were sampled
+        sampled, logprobs, model_logprobs, finish_reason : as those of a rollout, of the turn
+        trace : of the whole conversation
+        """
+        start, zeros = len(self.completion_ids) + len(read), [0.0] * len(read)
+        return Rollout(
+            self.prompt_ids,
+            [*self.completion_ids, *read, *sampled],
+            [*self.logprobs, *zeros, *logprobs],
+            [*self.model_logprobs, *zeros, *model_logprobs],
+            trace,
+            finish_reason,
+            [*(self.spans or [(0, len(self.completion_ids))]), (start, start + len(sampled))],
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +126,26 @@ class Turn:
 
     tokens: Sequence[int]
     max_tokens: int
-    held: Any = None
+    held: Held | None = None
+
+
+class Held(Protocol):
+    """The part of a conversation that an engine holds between two turns."""
+
+    @property
+    def rollout(self) -> Rollout: ...
+
+
+def requests_of_turns(turns: Sequence[Turn], sampling: SamplingConfig, vocabulary: int) -> list[Request]:
+    """Return the requests of a call of `Engine.converse`, with seeds that depend on all tokens of the conversations."""
+    if sampling.n != 1:
+        raise UserError(f"each turn of a conversation is sampled once, but n is {sampling.n}")
+    if shortest := [turn.max_tokens for turn in turns if turn.max_tokens < 1]:
+        raise UserError(f"max_tokens of a turn must be >= 1, got {shortest[0]}")
+    before = [[*r.prompt_ids, *r.completion_ids] if (r := t.held and t.held.rollout) else [] for t in turns]
+    whole = [[*tokens, *turn.tokens] for tokens, turn in zip(before, turns, strict=True)]
+    requests = requests_to_sample(whole, sampling, vocabulary)
+    return [replace(r, max_tokens=t.max_tokens, held=t.held) for r, t in zip(requests, turns, strict=True)]
 
 
 class Engine(Protocol):
@@ -125,9 +187,7 @@ class Engine(Protocol):
         """
         ...
 
-    def converse(
-        self, turns: Sequence[Turn], sampling: SamplingConfig, keep: bool = True
-    ) -> list[tuple[Rollout, Any]]:
+    def converse(self, turns: Sequence[Turn], sampling: SamplingConfig, keep: bool = True) -> list[tuple[Rollout, Any]]:
         """Sample one turn of each of several conversations, each over the cache that its earlier turns have left.
 
         The tokens of a turn are read as a prompt is: none is evicted before all of them are in the cache, and a
@@ -139,7 +199,8 @@ class Engine(Protocol):
 
         Returns pairs (rollout, held). The rollout is that of the whole conversation: its prompt is that of the first
         turn, its completion all tokens since, with `spans` of what was sampled, and its trace is one record, in which a
-        token that has left the cache never returns. `held` is for the next turn, and is None if `keep` is False.
+        token that has left the cache never returns. `held` is for the next turn, and is None if `keep` is False. It may
+        be used more than once: each use goes on from the same cache.
         """
         ...
 

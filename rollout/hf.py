@@ -2,6 +2,7 @@
 
 Each distinct prompt is prefilled once. When a sequence ends, its row is frozen; once half of a batch's rows are frozen,
 they are removed. A prompt gives the same tokens and traces if it is sampled alone, in a batch or in another order.
+Between two turns of a conversation, its row of the cache is a cache of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +25,7 @@ from rollout.context.budgets import planned
 from rollout.context.cache import LayerwiseView, cache_after
 from rollout.context.compact import Studied, StudiedParts, study
 from rollout.context.reader import ContextPrompts, Reader, check_movable
-from rollout.engine import Rollout, least_rows, sampling_stage
+from rollout.engine import Rollout, Turn, least_rows, requests_of_turns, sampling_stage
 from rollout.sampling import (
     NotFiniteLogprobError,
     Request,
@@ -72,9 +74,18 @@ class PrefilledPrompts:
         return PrefilledPrompts(self.cache.fork(rows), self.hidden[index])
 
 
+@dataclass(frozen=True)
+class HeldConversation:
+    """A conversation between two turns. cache : one row, in which the last sampled token is not yet"""
+
+    rollout: Rollout
+    cache: Cache
+
+
 @dataclass
 class Row:
     request: Request
+    unread: list[int] = field(default_factory=list)  # tokens that are fed, one at a time, before any is sampled
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     model_logprobs: list[float] = field(default_factory=list)
@@ -127,7 +138,13 @@ class HFEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        return self._run(requests_to_sample(prompts, sampling, self.model.config.vocab_size, context), sampling)
+        requests = requests_to_sample(prompts, sampling, self.model.config.vocab_size, context)
+        return [rollout for rollout, _ in self._run(requests, sampling)]
+
+    def converse(
+        self, turns: Sequence[Turn], sampling: SamplingConfig, keep: bool = True
+    ) -> list[tuple[Rollout, HeldConversation | None]]:
+        return self._run(requests_of_turns(turns, sampling, self.model.config.vocab_size), sampling, keep)
 
     def simulate(
         self,
@@ -136,9 +153,8 @@ class HFEngine:
         temperature: float = 1.0,
         context: Context | None = None,
     ) -> list[Rollout]:
-        return self._run(
-            *requests_to_simulate(prompts, completions, temperature, self.model.config.vocab_size, context)
-        )
+        given = requests_to_simulate(prompts, completions, temperature, self.model.config.vocab_size, context)
+        return [rollout for rollout, _ in self._run(*given)]
 
     def logprobs(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], context: Context
@@ -249,20 +265,22 @@ class HFEngine:
         config = self.model.config
         context.check_model(policy_shape(config), windows_of(config), self.identity)
 
-    def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
+    def _run(
+        self, requests: list[Request], sampling: SamplingConfig, keep: bool = False
+    ) -> list[tuple[Rollout, HeldConversation | None]]:
         if requests and requests[0].context is not None:
             self.check_context(requests[0].context)
         check_length(self.model.config, max((len(r.tokens) + r.max_tokens for r in requests), default=0))
-        rollouts: list[Rollout | None] = [None] * len(requests)
+        results: dict[int, tuple[Rollout, HeldConversation | None]] = {}
         self.peak_cache_bytes = 0
+        begins, goes_on = ([r for r in requests if (r.held is None) is new] for new in (True, False))
+        starts = [(part, start) for part in (begins, goes_on) for start in range(0, len(part), self.max_batch)]
         with self._sampling(), sampling_stage(requests, self.progress) as shown:
-            for start in range(0, len(requests), self.max_batch):
-                for row, trace in self._wave(requests[start : start + self.max_batch], sampling, shown):
-                    assert row.finish_reason is not None
-                    numbers = row.tokens, row.logprobs, row.model_logprobs, trace, row.finish_reason
-                    rollouts[row.request.place] = Rollout(row.request.tokens, *numbers)
+            for part, start in starts:
+                for request, rollout, cache in self._wave(part[start : start + self.max_batch], sampling, shown, keep):
+                    results[request.place] = rollout, HeldConversation(rollout, cache) if cache else None
                     shown.advance()
-        return rollouts  # type: ignore[return-value]
+        return [results[place] for place in range(len(requests))]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own_weights = self.model.state_dict()  # with both names of tied weights, and with buffers
@@ -284,23 +302,25 @@ class HFEngine:
     # ---- one wave: at most max_batch sequences, from prefill to the last token --------------------------------------
 
     def _wave(
-        self, requests: list[Request], sampling: SamplingConfig, shown: Stage
-    ) -> Iterable[tuple[Row, EvictionTrace]]:
+        self, requests: list[Request], sampling: SamplingConfig, shown: Stage, keep: bool
+    ) -> Iterable[tuple[Request, Rollout, Cache | None]]:
         device = next(self.model.parameters()).device
         stop = stop_tokens(sampling, self.model.generation_config, self.model.config)
-        filler = [Row(Request(-1, requests[0].prompt, 1), tokens=[0], finish_reason="length")]
         least = least_rows(device)
-        rows = [Row(request) for request in requests] + filler * (least - len(requests))
-        cache, logits = self._prefill_and_fork([row.request.prompt for row in rows], requests[0].context)
+        rows = [Row(request) for request in requests]
+        for _ in range(least - len(requests)):
+            rows.append(Row(replace(requests[0], place=-1, forced=None), tokens=[0], finish_reason="length"))
+        cache, logits = (self._prefill_and_fork if requests[0].held is None else self._go_on)(rows)
         streams, supports = [Uniforms(row.request.seed) for row in rows], SupportRecord()
-        for step in range(sampling.max_tokens):
+        for step in count():
             self.peak_cache_bytes = max(self.peak_cache_bytes, cache.allocated_bytes())
             if step % 32 == 0:
                 shown.tell(f"{step} tokens")
             uniform = None
             if sampling.temperature > 0 and requests[0].forced is None:
-                uniform = torch.tensor([s.at(step) for s in streams], dtype=torch.float64, device=device)
-            tokens = [forced_token(step, row.request.forced, sampling) for row in rows]
+                numbers = [s.at(len(row.tokens)) for s, row in zip(streams, rows, strict=True)]
+                uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
+            tokens = [forced_token(len(row.tokens), row.request.forced, sampling) for row in rows]
             forced = torch.tensor(tokens, device=device) if max(tokens) >= 0 else None
             drawn = sample(logits, sampling, uniform, forced)
             for bits in drawn[3:]:
@@ -310,7 +330,7 @@ class HFEngine:
                 sampled = sum(row.finish_reason is None for row in rows)
                 Clock.running.step(sampled, cache.allocated_bytes(), sampled)
             for i, row in enumerate(rows):
-                if row.finish_reason is not None:
+                if row.finish_reason is not None or row.unread:
                     continue
                 # `logprobs` is not checked: it is -inf if truncation cuts a forced token off
                 if not math.isfinite(model_logprobs[i]):
@@ -325,8 +345,8 @@ class HFEngine:
                     row.finish_reason = "length"
                 else:
                     continue
-                length = len(row.request.tokens) + len(row.tokens)
-                yield row, cache.trace(i, length).beside(supports.take(row.request.place, length))
+                rollout = self._rollout(row, cache.trace(i, len(row.request.tokens) + len(row.tokens)), supports)
+                yield row.request, rollout, cache.taken(i) if keep else None
 
             active = [row.finish_reason is None for row in rows]
             if not any(active):
@@ -336,19 +356,56 @@ class HFEngine:
                 cache.select(stay)
                 streams = [streams[i] for i in stay]
                 rows, active = [rows[i] for i in stay], [active[i] for i in stay]
-            cache.begin_decode(active, device)
-            ids = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
-            positions = torch.tensor([[n - 1] for n in cache.seen], device=device)
-            logits = self._logits(self._hidden(ids, positions, cache)[:, 0])
+            logits = self._feed([row.unread.pop(0) if row.unread else row.tokens[-1] for row in rows], active, cache)
 
-    def _prefill_and_fork(self, prompts: list[list[int]], context: Context | None) -> tuple[Cache, Tensor]:
+    def _prefill_and_fork(self, rows: Sequence[Row]) -> tuple[Cache, Tensor]:
         """Prefill each distinct prompt once. Returns the cache, one row per prompt, and the next logits [B, V]."""
+        prompts = [row.request.prompt for row in rows]
         distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        prefilled = self.prefill(list(distinct), context)
-        rows = [distinct[tuple(prompt)] for prompt in prompts]
-        if rows != list(range(len(distinct))):
-            prefilled = prefilled.fork(rows)
+        prefilled = self.prefill(list(distinct), rows[0].request.context)
+        places = [distinct[tuple(prompt)] for prompt in prompts]
+        if places != list(range(len(distinct))):
+            prefilled = prefilled.fork(places)
         return prefilled.cache, self._logits(prefilled.hidden)
+
+    def _go_on(self, rows: Sequence[Row]) -> tuple[Cache, Tensor]:
+        """Join the caches of conversations, and read what came since their last sampled tokens, these included: as a
+        chunk, or the first token of it if it is read one by one. Returns the cache, and the next logits [B, V].
+        """
+        cache = type(rows[0].request.held.cache).joined([row.request.held.cache for row in rows])
+        chunks = [row.request.prompt[seen:] for row, seen in zip(rows, cache.seen, strict=True)]
+        if not self.policy.reads_chunks:
+            for row, chunk in zip(rows, chunks, strict=True):
+                row.unread = chunk[1:] if row.finish_reason is None else []
+            return cache, self._feed([chunk[0] for chunk in chunks], [row.finish_reason is None for row in rows], cache)
+        counts, device = [len(chunk) for chunk in chunks], next(self.model.parameters()).device
+        width = max(least_rows(device), *counts)
+        ids = torch.tensor([[*chunk, *chunk[-1:] * (width - len(chunk))] for chunk in chunks], device=device)
+        places = torch.tensor(cache.seen, device=device)[:, None] + torch.arange(width, device=device)
+        cache.begin_chunk(counts, device)
+        hidden = self._hidden(ids, places, cache)
+        last = torch.tensor(counts, device=device) - 1
+        return cache, self._logits(hidden[torch.arange(len(rows), device=device), last])
+
+    def _feed(self, tokens: Sequence[int], active: Sequence[bool], cache: Cache) -> Tensor:
+        """Feed one token to each row. Returns the next logits [B, V]."""
+        device = next(self.model.parameters()).device
+        cache.begin_decode(active, device)
+        positions = torch.tensor([[n - 1] for n in cache.seen], device=device)
+        ids = torch.tensor([[token] for token in tokens], device=device)
+        return self._logits(self._hidden(ids, positions, cache)[:, 0])
+
+    def _rollout(self, row: Row, trace: EvictionTrace, supports: SupportRecord) -> Rollout:
+        """Return the rollout of a finished row; of a conversation that goes on, with its earlier turns."""
+        request = row.request
+        assert row.finish_reason is not None
+        earlier: Rollout | None = None if request.held is None else request.held.rollout
+        before = {} if earlier is None else earlier.trace.further
+        trace = trace.beside(supports.take(request.place, len(trace), before))
+        numbers = row.tokens, row.logprobs, row.model_logprobs, trace, row.finish_reason
+        if earlier is None:
+            return Rollout(request.tokens, *numbers)
+        return earlier.then(request.prompt[len(earlier.trace) :], *numbers)
 
     def _hidden(self, ids: Tensor, positions: Tensor, cache: Cache | LayerwiseView) -> Tensor:
         """Return the decoder's last hidden states [B, T, hidden size] for token ids [B, T]."""

@@ -31,8 +31,10 @@ class Request:
     """One requested sequence.
 
     place : index in the list of rollouts that the engine returns
-    prompt : token ids of the prompt, without those of the compacted context that it may follow
+    prompt : token ids of the prompt, without those of the compacted context that it may follow; of a conversation, all
+        tokens before those that are sampled now
     forced : the given completion if the sequence is simulated
+    held : what the engine holds of the conversation (`Turn.held`), if it goes on
     """
 
     place: int
@@ -41,6 +43,7 @@ class Request:
     seed: int = 0
     forced: list[int] | None = None
     context: Context | None = None
+    held: Any = None
 
     @property
     def tokens(self) -> list[int]:

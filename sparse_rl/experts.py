@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from sparse_rl.kernels.exact import ROWS
@@ -35,28 +36,31 @@ class RouterRecord:
         self.layers = layers  # number of layers of the model, including those without experts
         self.choices = choices or {}  # layer -> int16 [B, S, K], the experts of each token that was fed
         self._rows = 0
-        self._decoding: tuple[Tensor, Tensor] | None = None  # True for each active row, and the position of its token
+        # row, place in this pass, and position in its sequence of each token that is recorded; None in a prefill
+        self._arriving: Tensor | None = None
 
     def begin_prefill(self, seen: Sequence[int]) -> None:
         """Prepare for a forward pass over whole prompts; `seen` counts the tokens of each row after the pass."""
-        self._rows, self._decoding = len(seen), None
+        self._rows, self._arriving = len(seen), None
 
-    def begin_decode(self, seen: Sequence[int], active: Sequence[bool], device: torch.device) -> None:
-        """Prepare for a forward pass over one token per row. Rows that are not active have ended."""
+    def begin_chunk(self, seen: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
+        """Prepare for a forward pass over the next `counts` tokens of each row, right-padded; 0 if a row has ended."""
         self._rows = len(seen)
-        self._decoding = torch.tensor(active, device=device), torch.tensor(seen, device=device) - 1
-        if self.choices and max(seen) > next(iter(self.choices.values())).shape[1]:
-            self.choices = {layer: F.pad(record, (0, 0, 0, GROW), value=-1) for layer, record in self.choices.items()}
+        rows = enumerate(zip(seen, counts, strict=True))
+        arriving = [(row, place, n - width + place) for row, (n, width) in rows for place in range(width)]
+        self._arriving = torch.tensor(arriving, device=device).T
+        if self.choices and (missing := max(seen) - next(iter(self.choices.values())).shape[1]) > 0:
+            extra = 0, 0, 0, max(missing, GROW)
+            self.choices = {layer: F.pad(record, extra, value=-1) for layer, record in self.choices.items()}
 
     def route(self, layer: int, own: Tensor, logits: Tensor) -> Tensor:
         """Record the router's own choices, int64 [T, K] for the T tokens of all rows, row by row, and return them."""
-        choices = own.to(torch.int16)
-        if self._decoding is None:
-            self.choices[layer] = choices.view(self._rows, -1, own.shape[-1])
+        choices = own.to(torch.int16).view(self._rows, -1, own.shape[-1])
+        if self._arriving is None:
+            self.choices[layer] = choices
         else:
-            active, positions = self._decoding
-            row = torch.arange(self._rows, device=own.device)[active]
-            self.choices[layer][row, positions[active]] = choices[active]
+            row, place, position = self._arriving
+            self.choices[layer][row, position] = choices[row, place]
         return own
 
     def select(self, rows: Sequence[int]) -> None:
@@ -66,6 +70,12 @@ class RouterRecord:
         forked = RouterRecord(self.layers, self.choices)
         forked.select(rows)
         return forked
+
+    @classmethod
+    def joined(cls, records: Sequence[RouterRecord]) -> RouterRecord:
+        rows = {i: [row for record in records for row in record.choices[i]] for i in records[0].choices}
+        padded = {layer: pad_sequence(of_layer, True, padding_value=-1) for layer, of_layer in rows.items()}
+        return cls(records[0].layers, padded)
 
     def routed(self, row: int, length: int) -> Tensor:
         """Return the trace section `routed` of one row of `length` tokens: int16 [layers, length, K]."""

@@ -163,20 +163,39 @@ class CacheMap(LayerMap):
         if self.routers is not None:
             self.routers.begin_prefill(self.seen)
 
+    def begin_chunk(self, counts: Sequence[int], device: torch.device) -> None:
+        for part in self.parts:
+            part.begin_chunk(counts, device)
+        if self.routers is not None:
+            self.routers.begin_chunk(self.seen, counts, device)
+
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
         for part in self.parts:
             part.begin_decode(active, device)
         if self.routers is not None:
-            self.routers.begin_decode(self.seen, active, device)
+            self.routers.begin_chunk(self.seen, list(map(int, active)), device)
 
     def select(self, rows: Sequence[int]) -> None:
         for part in [*self.parts, *filter(None, [self.routers])]:
             part.select(rows)
 
     def fork(self, rows: Sequence[int]) -> Self:
-        forks = {id(part): part.fork(rows) for part in self.parts}
-        places = {layer: (forks[id(part)], place) for layer, (part, place) in self.of_layer.items()}
-        return type(self)(forks[id(self.of_policy)], places, self.routers and self.routers.fork(rows))
+        return self._of([part.fork(rows) for part in self.parts], self.routers and self.routers.fork(rows))
+
+    def taken(self, row: int) -> Self:
+        return self._of([part.taken(row) for part in self.parts], self.routers and self.routers.fork([row]))
+
+    @classmethod
+    def joined(cls, caches: Sequence[Self]) -> Self:
+        parts = [type(ours[0]).joined(ours) for ours in zip(*(cache.parts for cache in caches), strict=True)]
+        records = [cache.routers for cache in caches if cache.routers is not None]
+        return caches[0]._of(parts, RouterRecord.joined(records) if records else None)
+
+    def _of(self, parts: Sequence[Any], routers: RouterRecord | None) -> Self:
+        """Return a map of other caches, each in the place of the one of `self.parts` with its index."""
+        of_part = {id(part): other for part, other in zip(self.parts, parts, strict=True)}
+        places = {layer: (of_part[id(part)], place) for layer, (part, place) in self.of_layer.items()}
+        return type(self)(of_part[id(self.of_policy)], places, routers)
 
     def trace(self, row: int, length: int) -> EvictionTrace:
         trace: EvictionTrace = self.of_policy.trace(row, length)

@@ -53,6 +53,8 @@ class WindowCache(KVView):
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
         self.begin_prefill([int(a) for a in active], device)
 
+    begin_chunk = begin_prefill
+
     def select(self, rows: Sequence[int]) -> None:
         index = list(rows)
         self.layers = {layer: (keys[index], values[index]) for layer, (keys, values) in self.layers.items()}
@@ -63,6 +65,19 @@ class WindowCache(KVView):
         forked.layers, forked.seen = dict(self.layers), list(self.seen)
         forked.select(rows)
         return forked
+
+    def taken(self, row: int) -> Self:
+        return self.fork([row])
+
+    @classmethod
+    def joined(cls, caches: Sequence[Self]) -> Self:
+        whole = cls(caches[0].sizes)
+        whole.seen = [count for cache in caches for count in cache.seen]
+        for layer in caches[0].layers:
+            pairs = zip(*(cache.layers[layer] for cache in caches), strict=True)
+            keys, values = (side_by_side(parts) for parts in pairs)
+            whole.layers[layer] = keys, values
+        return whole
 
     def allocated_bytes(self) -> int:
         return sum(x.untyped_storage().nbytes() for pair in self.layers.values() for x in pair)
@@ -134,6 +149,14 @@ class WindowCache(KVView):
             old = F.pad(old, (0, 0, 0, slots - old.shape[2]))
             stored.append(new.gather(2, index.expand(-1, new.shape[1], -1, new.shape[3])).where(arrived, old))
         self.layers[layer] = stored[0], stored[1]
+
+
+def side_by_side(parts: Sequence[Tensor], filler: int = 0) -> Tensor:
+    """Join the rows of tensors [B, Hkv, C, ...], right-padded in the axis C, if there is one, with `filler`."""
+    if parts[0].ndim < 3:
+        return torch.cat(list(parts))
+    longest, after = max(part.shape[2] for part in parts), [0, 0] * (parts[0].ndim - 3)
+    return torch.cat([F.pad(part, (*after, 0, longest - part.shape[2]), value=filler) for part in parts])
 
 
 def _positions(slots: int, window: int, seen: Tensor) -> Tensor:

@@ -231,6 +231,11 @@ class Policy:
         """Number of most recent queries that the policy needs in `Entries.queries`; at most budget + period."""
         return 0
 
+    @property
+    def reads_chunks(self) -> bool:
+        """See `Schedule.reads_chunks`. False with a bias: the times of its fits follow from counts of tokens."""
+        return self.schedule.reads_chunks and self.bias is None
+
     def most_read(self, prompt: int, fed: int) -> int:
         """Return the maximum number of entries of a kv head that a decoding query reads until `fed` tokens are fed."""
         return self.schedule.most_decoding(prompt, fed)

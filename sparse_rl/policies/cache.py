@@ -14,9 +14,9 @@ the prompts or of the record, W recent queries that the policy reads, D head_dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sparse_rl.attention.families import cache_shape, windows_of
 from sparse_rl.attention.interface import KVView
+from sparse_rl.attention.windows import side_by_side
 from sparse_rl.clock import part
 from sparse_rl.errors import StoppedError
 from sparse_rl.kernels.exact import sdpa
@@ -38,7 +39,8 @@ class Cache(KVView, Protocol):
     """The caches of all layers for B sequences, as the hf engine drives them.
 
     The engine first calls `begin_prefill` and runs one forward pass over the right-padded prompts. Then, per token, it
-    calls `begin_decode` and runs one forward pass.
+    calls `begin_decode` and runs one forward pass. Between two turns of a conversation, its row is `taken`. For the
+    next turn, rows are `joined`, and what came in between is read after `begin_chunk`, or token by token.
 
     seen : number of tokens that each row has seen
     past : number of tokens of a compacted context, which all rows share; tokens that are fed have positions >= past
@@ -60,7 +62,17 @@ class Cache(KVView, Protocol):
     def select(self, rows: Sequence[int]) -> None:
         """Keep only `rows`, in this order. A row may be repeated, to sample several completions of one prompt."""
 
+    def begin_chunk(self, counts: Sequence[int], device: torch.device) -> None:
+        """Prepare for a forward pass over the next `counts` tokens of each row, right-padded, in mid-sequence. Called
+        only under a policy that reads chunks (`Policy.reads_chunks`).
+        """
+
     def fork(self, rows: Sequence[int]) -> Self: ...  # a separate cache with `rows`, in this order
+
+    def taken(self, row: int) -> Self: ...  # a separate cache with one row, without spare memory
+
+    @classmethod
+    def joined(cls, caches: Sequence[Self]) -> Self: ...  # one cache with the rows of all `caches`
 
     def trace(self, row: int, length: int) -> EvictionTrace: ...  # of one row, a sequence of `length` tokens
 
@@ -101,6 +113,7 @@ def query_bytes(policy: Policy, layers: int, heads: int, head_dim: int, itemsize
 
 
 GROW = 128  # slots, or positions of the record, added at a time
+COUNTS = ("prompt_lengths", "seen", "lengths", "chunk_ends", "uncounted")  # lists of one number for each row
 
 
 @dataclass
@@ -128,6 +141,7 @@ class EvictingCache(KVView):
 
     past = 0
     piece: int | None = None
+    fillers: ClassVar[Mapping[str, int]] = {}  # for memory of sequences that grows: name -> what it is padded with
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -135,19 +149,39 @@ class EvictingCache(KVView):
         self.prompt_lengths: list[int] = []
         self.seen: list[int] = []  # number of tokens seen per row
         self.lengths: list[int] = []  # for each row, number of entries per kv head after the pass and its compaction
+        self.chunk_ends: list[
+            int
+        ] = []  # number of tokens of each row up to the end of its prompt, or of its last chunk
+        self.uncounted: list[int] = []  # number of them, evicted before that chunk, that the schedule does not count
+        self._chunk: Tensor | None = None  # int64 [B], number of each row's tokens in this pass, if it reads a chunk
         self._due: list[bool] = []  # True for rows that compact after this forward pass
 
     # ---- the engine's side ----------------------------------------------------------------------------------------
 
     def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
         self.prompt_lengths = list(prompt_lengths)
-        self.seen = list(prompt_lengths)
+        self.seen, self.chunk_ends, self.uncounted = (
+            list(prompt_lengths),
+            list(prompt_lengths),
+            [0] * len(prompt_lengths),
+        )
         self._plan(list(prompt_lengths), device)
+
+    def begin_chunk(self, counts: Sequence[int], device: torch.device) -> None:
+        assert self.policy.reads_chunks
+        before = self.lengths
+        attended = [held + count for held, count in zip(before, counts, strict=True)]
+        self.seen = [seen + count for seen, count in zip(self.seen, counts, strict=True)]
+        self.chunk_ends, self.uncounted = self.seen, [n - held for n, held in zip(self.seen, attended, strict=True)]
+        self._plan(attended, device)
+        self._slots, self._chunk = (torch.tensor(list(x), device=device) for x in (before, counts))
+        if max(attended) > self.capacity:
+            self._grow(max(attended))
+        self._extend_records()
 
     def begin_decode(self, active: Sequence[bool], device: torch.device) -> None:
         self.seen = [n + a for n, a in zip(self.seen, active, strict=True)]
-        before, schedule = self.lengths, self.policy.schedule
-        counts = list(zip(self.prompt_lengths, self.seen, strict=True))
+        before, schedule, counts, self._chunk = self.lengths, self.policy.schedule, self._counted(), None
         attended = [schedule.attended(p, n) if a else b for (p, n), a, b in zip(counts, active, before, strict=True)]
         self._plan(attended, device)
         self._slots, self._active = torch.tensor(before, device=device), torch.tensor(active, device=device)
@@ -163,14 +197,19 @@ class EvictingCache(KVView):
     def _extend_records(self) -> None:
         record = max(self.seen)
         for layer in self.layers.values():
-            if record > layer.evict_at.shape[-1]:
-                layer.evict_at = F.pad(layer.evict_at, (0, GROW), value=NEVER)
+            if (missing := record - layer.evict_at.shape[-1]) > 0:
+                layer.evict_at = F.pad(layer.evict_at, (0, max(missing, GROW)), value=NEVER)
+
+    def _counted(self) -> list[tuple[int, int]]:
+        """Return each row's numbers of tokens of the prompt, and of tokens seen, as the schedule counts them."""
+        rows = zip(self.chunk_ends, self.seen, self.uncounted, strict=True)
+        return [(end - uncounted, seen - uncounted) for end, seen, uncounted in rows]
 
     def _plan(self, attended: list[int], device: torch.device) -> None:
         """Prepare a forward pass for all layers, in which row b holds attended[b] entries while its queries attend."""
         self._attended = attended
         self._attended_tensor, self._seen_tensor = (torch.tensor(x, device=device) for x in (attended, self.seen))
-        counts, schedule = list(zip(self.prompt_lengths, self.seen, strict=True)), self.policy.schedule
+        counts, schedule = self._counted(), self.policy.schedule
         self._due = [schedule.due(p, n) for p, n in counts]
         self.lengths = [schedule.held(p, n) for p, n in counts]
 
@@ -181,15 +220,41 @@ class EvictingCache(KVView):
             layer.evict_at = layer.evict_at[index]
             layer.queries = None if layer.queries is None else layer.queries[index]
             layer.memory = {name: value[index] for name, value in layer.memory.items()}
-        for name in ("prompt_lengths", "seen", "lengths"):
+        for name in COUNTS:
             setattr(self, name, [getattr(self, name)[i] for i in rows])
 
     def fork(self, rows: Sequence[int]) -> Self:
         forked = type(self)(self.policy)
         forked.layers = {index: replace(layer) for index, layer in self.layers.items()}
-        forked.prompt_lengths, forked.seen, forked.lengths = self.prompt_lengths, self.seen, self.lengths
+        for name in COUNTS:
+            setattr(forked, name, getattr(self, name))
         forked.select(rows)
         return forked
+
+    def taken(self, row: int) -> Self:
+        own = self.fork([row])
+        for layer in own.layers.values():
+            layer.replace({name: buffer[:, :, : own.lengths[0]].clone() for name, buffer in layer.slotted().items()})
+        return own
+
+    @classmethod
+    def joined(cls, caches: Sequence[Self]) -> Self:
+        whole = cls(caches[0].policy)
+        for name in COUNTS:
+            setattr(whole, name, [count for cache in caches for count in getattr(cache, name)])
+        for index in caches[0].layers:
+            parts = [cache.layers[index] for cache in caches]
+            slotted = {name: side_by_side([part.slotted()[name] for part in parts]) for name in parts[0].slotted()}
+            keys, values, positions = (slotted.pop(name) for name in ("keys", "values", "positions"))
+            rings = [part.queries for part in parts if part.queries is not None]
+            queries = torch.cat(rings) if rings else None
+            evict_at = side_by_side([part.evict_at for part in parts], NEVER)
+            memory = {
+                name: side_by_side([part.memory[name] for part in parts], cls.fillers.get(name, 0))
+                for name in parts[0].memory
+            }
+            whole.layers[index] = Layer(keys, values, positions, queries, evict_at, slotted, memory)
+        return whole
 
     def trace(self, row: int, length: int) -> EvictionTrace:
         return EvictionTrace.recorded(self.evict_at(row, length), self.further(row, length))
@@ -217,6 +282,8 @@ class EvictingCache(KVView):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if layer not in self.layers:
             return self._prefill(layer, query, key, value, scaling)
+        if self._chunk is not None:
+            return self._read_chunk(layer, query, key, value, scaling, self._chunk)
         return self._decode(layer, query, key, value, scaling)
 
     def _prefill(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -306,6 +373,32 @@ class EvictingCache(KVView):
         if self.policy.every_query:
             entries = self._entries(layer, slice(None), held, scaling, self.policy.observe_reads)
             self.policy.observe(index, entries, query, now[:, None])
+        self._compact_due(index, layer, scaling, held)
+        return out
+
+    def _read_chunk(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, counts: Tensor
+    ) -> Tensor:
+        """Append `counts` tokens of each row, int64 [B]. A query sees the entries held and the chunk up to itself."""
+        layer, held = self.layers[index], max(self._attended)
+        step = torch.arange(key.shape[2], device=key.device)
+        positions = (self._seen_tensor - counts)[:, None] + step
+        row, column = (step < counts[:, None]).nonzero(as_tuple=True)
+        slot = self._slots[row] + column
+        layer.keys[row, :, slot] = key[row, :, column].to(layer.keys.dtype)
+        layer.values[row, :, slot] = value[row, :, column]
+        layer.positions[row, :, slot] = positions[row, column, None]
+        for name, start in self.policy.entry_memory.items():
+            layer.state[name][row, :, slot] = start
+        if layer.queries is not None:
+            window = layer.queries.shape[2]
+            last = column >= counts[row] - window
+            layer.queries[row[last], :, positions[row, column][last] % window] = query[row[last], :, column[last]]
+        seen = torch.arange(held, device=key.device) <= (self._slots[:, None] + step)[..., None]
+        out = sdpa(query, layer.keys[:, :, :held], layer.values[:, :, :held], scaling, seen[:, None])
+        if self.policy.every_query:
+            entries = self._entries(layer, slice(None), held, scaling, self.policy.observe_reads)
+            self.policy.observe(index, entries, query, positions)
         self._compact_due(index, layer, scaling, held)
         return out
 

@@ -39,6 +39,14 @@ class Schedule:
     before_attending: ClassVar[bool] = False  # True: an entry is dropped before each decoding query attends
     counts_vary: ClassVar[bool] = False  # True: kv heads hold different numbers of entries; the counts are upper bounds
 
+    @property
+    def reads_chunks(self) -> bool:
+        """True if what a conversation reads in mid-sequence, such as a tool's answer, is read in one piece, as a prompt
+        is. To the schedule, this chunk's end is the end of a prompt with as many tokens as entries are held. If counts
+        depend on more than the entries held, the tokens are read one at a time.
+        """
+        return type(self) is Schedule
+
     def left(self, prompt: Any, seen: Any) -> Any:
         """Return the number of entries per kv head that a compaction after `seen` tokens leaves.
 
@@ -221,6 +229,10 @@ class NeverEvicts(HoldsAll):
     """A full cache: all queries see all tokens."""
 
     evicts: ClassVar[bool] = False
+
+    @property
+    def reads_chunks(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ computes again. The record stands beside that of any cache policy, in three sect
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,18 +146,25 @@ class SupportRecord:
             self.drawn.setdefault(key, {})[step] = size, support
         self._held.clear()
 
-    def take(self, key: Hashable, length: int) -> dict[str, Tensor]:
+    def take(self, key: Hashable, length: int, earlier: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
         """Return the sections of a sequence of `length` tokens, the last of which were drawn, and forget it; {} if
         nothing was recorded.
+
+        earlier : the sections of its first tokens, if it is a conversation that went on
         """
         self._settle()
-        if not (by_step := self.drawn.pop(key, None)):
+        by_step, before = self.drawn.pop(key, {}), [earlier[name] for name in SUPPORT if name in earlier]
+        if not (by_step or before):
             return {}
         drawn = [by_step[step] for step in range(len(by_step))]
-        sizes = torch.tensor([0] * (length - len(drawn)) + [size for size, _ in drawn], dtype=torch.int32)
-        small, large = ([x for size, x in drawn if (size > self.words) is wide] for wide in (False, True))
-        none = sizes.new_empty(0, self.words)
-        return dict(zip(SUPPORT, (sizes, torch.cat([none[:, 0], *small]), torch.cat([none, *large])), strict=True))
+        sizes = torch.tensor([size for size, _ in drawn], dtype=torch.int32)
+        words = before[2].shape[1] if before else self.words
+        small, large = ([x for size, x in drawn if (size > words) is wide] for wide in (False, True))
+        none = sizes.new_empty(0, words)
+        before = before or [none[:, 0], none[:, 0], none]
+        read = sizes.new_zeros(length - len(before[0]) - len(drawn))
+        parts = [before[0], read, sizes], [before[1], *small], [before[2], *large]
+        return dict(zip(SUPPORT, map(torch.cat, parts), strict=True))
 
 
 def check_drawn(trace: EvictionTrace, tokens: Sequence[int]) -> None:

@@ -34,6 +34,8 @@ ROOM = 64  # pages for which memory is added at a time
 
 
 class PagedCache(EvictingCache):
+    fillers = {OPENED: -1}
+
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
         assert isinstance(policy, Clustered)
