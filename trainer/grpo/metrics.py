@@ -22,7 +22,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from rollout.engine import Rollout
 from rollout.measure.mismatch import percentile
 from rollout.recorded import RecordedRollouts
-from rollout.turns import sampled_mask
 from sparse_rl.attention.families import policy_shape
 from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.metrics import no_lesson
@@ -294,15 +293,12 @@ class GRPOMetrics:
             sum(held_entries(rollouts, trainer.engine.policy, recorded)),
             sum(len(r.trace) - 1 for r in rollouts),
         )
-        masks = [sampled_mask(r) for r in rollouts]
-        sampled = sum(map(sum, masks))
+        sampled = sum(sum(r.sampled) for r in rollouts)
         support = 0, 0, 0.0
         if trainer.sampling.truncated_support:
             sizes = torch.cat([r.trace.further["support_sizes"] for r in rollouts])
-            triples = zip(rollouts, masks, strict=True)
-            pairs = [
-                p for r, mask in triples for *p, own in zip(r.model_logprobs, r.logprobs, mask, strict=True) if own
-            ]
+            drawn = (zip(r.model_logprobs, r.logprobs, r.sampled, strict=True) for r in rollouts)
+            pairs = [(model, kept) for row in drawn for model, kept, own in row if own]
             support = int(sizes.sum()), int((sizes == 1).sum()), sum(math.exp(model - kept) for model, kept in pairs)
         counts = [retention, held, fed, len(rollouts), sampled, *support]
         local = torch.tensor([counts], device=accelerator.device)
