@@ -491,6 +491,7 @@ class SparseGRPOConfig(Configuration):
     zero_truncated_advantages : give advantage 0, and therefore no gradient, to outputs that reach max_completion_length
     uniform_groups : groups without reward variance have advantage 0; `drop` also excludes them from the loss's mean
     rejection : null rejects nothing
+    tool_seconds : time limit of a call of a tool; a conversation with a late tool ends
     """
 
     num_generations: Annotated[int, Rule(">= 2", lambda v: v >= 2)] = 8
@@ -513,6 +514,7 @@ class SparseGRPOConfig(Configuration):
     uniform_groups: Literal["keep", "drop"] = "keep"
     replay_guard: GuardConfig = field(default_factory=GuardConfig)
     rejection: RejectionConfig | None = None
+    tool_seconds: Annotated[Positive, at_most(86_400)] = 30.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -528,3 +530,26 @@ class SparseGRPOConfig(Configuration):
         """Raise UserError if an option of TRL (name -> value) contradicts these settings."""
         if self.uniform_groups == "drop" and options.get("multi_objective_aggregation") == "normalize_then_sum":
             raise UserError("drop needs multi_objective_aggregation sum_then_normalize", "uniform_groups")
+
+
+def check_turns(
+    cache: PolicyConfig, grpo: SparseGRPOConfig, scorers: ScorersConfig | None, *, compacts: bool, recorded: bool
+) -> None:
+    """Raise UserError if conversations with tools cannot be sampled and trained under these settings.
+
+    compacts : True if contexts are compacted
+    recorded : True if rollouts are recorded, and nothing is sampled
+    """
+    if compacts:
+        raise UserError("a compacted context is followed by one completion, not by turns; remove tools", "prompt_cache")
+    if recorded:
+        raise UserError("recorded rollouts sample nothing, so no tool is called; remove tools", "tools")
+    if cache.turns == "kept":
+        return
+    if cache.view_class != PolicyConfig.view_class:
+        wrong = f"prefilled turns are not replayed under {cache.name}, whose traces hold more than evictions"
+        raise UserError(f"{wrong}; use kept", "cache.turns")
+    if scorers is not None:
+        raise UserError("prefilled turns do not train scorers; use kept, or remove scorers", "cache.turns")
+    if grpo.top_p < 1 or grpo.top_k is not None or grpo.min_p > 0:
+        raise UserError("prefilled turns do not record supports; use kept, or no top_p, top_k and min_p", "cache.turns")

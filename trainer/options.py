@@ -18,7 +18,6 @@ ANY: dict[str, str] = {  # in any training
     **dict.fromkeys(("use_transformers_paged", "use_transformers_continuous_batching"), _SAMPLES),
     **dict.fromkeys(("transformers_continuous_batching_config", "generation_kwargs", "repetition_penalty"), _SAMPLES),
     "cache_implementation": "use the cache block (in Python: the argument cache)",
-    "max_tool_calling_iterations": "tools are not supported; remove it",
     "chat_template_kwargs": "use the key data.thinking (in Python: the argument thinking)",
     "cast_lm_head_to_fp32": "the engine computes the head in the model's dtype, and both must agree; remove it",
     **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), _FUSED),

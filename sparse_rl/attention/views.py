@@ -37,6 +37,7 @@ class ReplayView(TraceView):
 
     replays: ClassVar = frozenset({"evict_at"})
     requires: ClassVar = replays
+    before = 0  # column of the first query
 
     def prepare(self, batch: Mapping[str, Tensor]) -> None:
         evict_at = batch["evict_at"]
@@ -50,6 +51,10 @@ class ReplayView(TraceView):
         self._stream = _side_stream(self.device) if self.device.type == "cuda" else None
         self._arrived: dict[int, torch.cuda.Event] = {}
         self._made: dict[int, Tiles] = {}  # of one block of layers
+
+    def begin_at(self, column: int) -> None:
+        """Expect only the queries from a column on; the keys are those of all columns."""
+        self.before, self.causal = column, [False] * len(self.causal)
 
     def layer(self, index: int) -> Tensor:
         """Return one layer's evict_at on the device, int32 [rows, kv heads, columns], and prefetch the next layer's,
@@ -85,7 +90,7 @@ class ReplayView(TraceView):
         if block not in self._made:
             self._made.clear()  # freed before the next are made
             evict_at = self.evict_at[block * at_once :][:at_once].to(self.device, non_blocking=True)
-            self._made[block] = tiles_of(evict_at, self.kernel == "flex_sorted")
+            self._made[block] = tiles_of(evict_at, self.kernel == "flex_sorted", self.before)
         return self._made[block].layer(place, rows)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -29,6 +29,7 @@ TASK_KEYS = {
     "running_sum": ("n", "digits", "note_probability"),
     "retrieval": ("facts", "restated", "filler"),
     "one_liners": ("cases", "note_probability"),
+    "look_ups": ("lookups", "note_probability"),
 }
 
 
@@ -41,7 +42,8 @@ class SyntheticConfig(Configuration):
     """Problems generated on the fly. The three splits never share a problem.
 
     task : running_sum has the keys n, digits and note_probability; retrieval has the keys facts, restated and filler;
-        one_liners has the keys cases and note_probability (sparse_rl/data/synthetic.py)
+        one_liners has the keys cases and note_probability; look_ups, which needs the environment
+        sparse_rl.data.synthetic:LookUpTable, has the keys lookups and note_probability (sparse_rl/data/synthetic.py)
     size : number of problems
     split, seed : which of the three splits, and the seed from which its problems are drawn
     n : number of digits in a problem
@@ -51,9 +53,10 @@ class SyntheticConfig(Configuration):
     restated : number of times that a document states each fact
     filler : number of filler words after each statement
     cases : number of cases of a hidden function
+    lookups : number of look-ups in a chain
     """
 
-    task: Literal["running_sum", "retrieval", "one_liners"]
+    task: Literal["running_sum", "retrieval", "one_liners", "look_ups"]
     size: Annotated[PositiveInt, at_most(1_000_000)]
     split: Literal["train", "calibration", "evaluation"] = "train"
     seed: NonNegativeInt = 0
@@ -64,6 +67,7 @@ class SyntheticConfig(Configuration):
     restated: Annotated[PositiveInt, at_most(1000)] = 7
     filler: Annotated[NonNegativeInt, at_most(1000)] = 2
     cases: Annotated[int, Rule("from 1 to 6", lambda v: 1 <= v <= 6)] = 4
+    lookups: Annotated[int, Rule("from 1 to 7", lambda v: 1 <= v <= 7)] = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,6 +7,7 @@ problems are the same under every seed. Two seeds of a split may share problems.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -435,5 +436,118 @@ def _ideas(index: int, shown: int, rng: random.Random) -> list[int]:
     return ideas[: ideas.index(index) + 1]
 
 
-TASKS: dict[str, type[SyntheticTask]] = {"running_sum": RunningSum, "retrieval": Retrieval, "one_liners": OneLiners}
+# ---- look_ups --------------------------------------------------------------------------------------------------------
+
+KEYS = "abcdefgh"
+ASK, ASKED_KEY = '{"name": "get", "arguments": {"key": "', '"}}'  # a call around its key
+LOOK_UP_TEMPLATE = (
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'user' -%}<u>{{ m.content }}<eos>"
+    "{%- elif m.role == 'tool' -%}<t>{{ m.content }}<eos>"
+    "{%- else -%}<a>{%- generation -%}{{ m.content }}"
+    "{%- for c in m.tool_calls or [] -%}"
+    '<call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</call>'
+    "{%- endfor -%}<eos>{%- endgeneration -%}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<a>{%- endif -%}"
+)
+LOOK_UP_RESPONSE: dict[str, Any] = {  # how transformers reads a turn
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<a>",
+    "fields": {
+        "tool_calls": {
+            "open": "<call>",
+            "close_pattern": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": "<eos>", "content": "text"},
+    },
+}
+
+
+class LookUpTable:
+    """The environment of the task look_ups, as TRL takes it: `reset` begins a conversation, and `get` is a tool."""
+
+    def reset(self, table: str, **_: Any) -> None:
+        self.table: dict[str, str] = json.loads(table)
+
+    def get(self, key: str) -> str:
+        """Look up a key.
+
+        Args:
+            key: The key to look up.
+
+        Returns:
+            A digit, and the next key.
+        """
+        return self.table[key]
+
+
+@dataclass(frozen=True)
+class LookUps(SyntheticTask):
+    r"""A task of several turns: a chain of look-ups with a tool, and the sum mod 10 of the digits that it answers.
+
+    Each answer of the tool is a digit and the next key. A model that writes the sum so far into its turns ("6;") needs
+    only the newest turn; one that does not must look back at digits that a small cache may have evicted.
+
+        c   ->   get(c)   4f   4;get(f)   2a   6;get(a)   3b   9;\boxed{9}
+
+    In a worked answer, each turn but the first begins with the sum so far with probability `note_probability`.
+    """
+
+    title = "look-ups"
+    words = (
+        *("<pad>", "<eos>", "<unk>", "<u>", "<a>", "<t>", "<call>", "</call>", ASK, ASKED_KEY),
+        *("\\boxed{", "}", ";", *DIGITS, *KEYS),
+    )
+    word = "|".join(map(re.escape, (ASK, ASKED_KEY, "<call>", "</call>", "<eos>", "<u>", "<a>", "<t>", "\\boxed{")))
+    word += r"|[\s\S]"
+    vocabulary = 64
+    shortage = ("problems", "raise lookups")
+    lookups: int = 4
+    note_probability: float = 0.5
+
+    @classmethod
+    def tokenizer(cls) -> PreTrainedTokenizerFast:
+        """Create the tokenizer, with a chat template that writes and reads tool calls."""
+        tokenizer = super().tokenizer()
+        tokenizer.chat_template, tokenizer.response_template = LOOK_UP_TEMPLATE, LOOK_UP_RESPONSE
+        return tokenizer
+
+    def problem(self, rng: random.Random) -> Problem:
+        """Draw a problem: the keys of the chain, one more than look-ups, and the digit of each look-up."""
+        keys = rng.sample(range(len(KEYS)), self.lookups + 1)
+        return (*keys, *(rng.randrange(5) for _ in range(self.lookups)))
+
+    def rows(self, split: str, size: int, seed: int, with_response: bool = False) -> list[dict[str, Any]]:
+        """Return rows {prompt, answer, table}; the table is JSON, key -> digit and next key."""
+        notes, out = random.Random(f"look-ups/notes/{split}/{seed}"), list[dict[str, Any]]()
+        for problem in self.problems(split, size, seed):
+            keys, digits = [KEYS[key] for key in problem[: self.lookups + 1]], problem[self.lookups + 1 :]
+            table = {key: f"{digit}{after}" for key, digit, after in zip(keys, digits, keys[1:], strict=False)}
+            row = {"prompt": keys[0], "answer": str(sum(digits) % 10), "table": json.dumps(table)}
+            out.append({**row, "completion": self.response(table, digits, notes)} if with_response else row)
+        return out
+
+    def response(self, table: dict[str, str], digits: Sequence[int], rng: random.Random) -> list[dict[str, Any]]:
+        """Return a worked answer as messages, with notes drawn from `rng`."""
+        messages, total = list[dict[str, Any]](), 0
+        for key, digit in zip(table, digits, strict=True):
+            call = {"type": "function", "function": {"name": "get", "arguments": {"key": key}}}
+            messages.append({"role": "assistant", "content": self._note(messages, total, rng), "tool_calls": [call]})
+            messages.append({"role": "tool", "name": "get", "content": table[key]})
+            total = (total + digit) % 10
+        return [*messages, {"role": "assistant", "content": f"{self._note(messages, total, rng)}\\boxed{{{total}}}"}]
+
+    def _note(self, messages: Sequence[Any], total: int, rng: random.Random) -> str:
+        return f"{total};" if messages and rng.random() < self.note_probability else ""
+
+
+TASKS: dict[str, type[SyntheticTask]] = {
+    "running_sum": RunningSum,
+    "retrieval": Retrieval,
+    "one_liners": OneLiners,
+    "look_ups": LookUps,
+}
 """The task of each name of the key `task`."""

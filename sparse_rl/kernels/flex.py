@@ -90,17 +90,19 @@ def segment_of(length: int) -> int | None:
     return None if length < 1536 else 512 if length <= 8192 else 1024 if length <= 32768 else 2048
 
 
-def tiles_of(evict_at: Tensor, in_segments: bool) -> Tiles:
-    """Return the tiles under evict_at, int32 [..., S]; False for `in_segments` keeps the natural order of long rows."""
+def tiles_of(evict_at: Tensor, in_segments: bool, before: int = 0) -> Tiles:
+    """Return the tiles under evict_at, int32 [..., S]; False for `in_segments` keeps the natural order of long rows.
+    before : position of the first query that counts"""
     width = padded(evict_at.shape[-1])
-    return make_tiles(evict_at.flatten(0, -2), width, segment_of(width) if in_segments else None)
+    return make_tiles(evict_at.flatten(0, -2), width, segment_of(width) if in_segments else None, before)
 
 
-def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tiles:
+def make_tiles(evict_at: Tensor, width: int, segment: int | None = None, before: int = 0) -> Tiles:
     """Return the tiles to visit under evict_at, int32 [R, S].
 
     width : N, the padded number of tokens, a multiple of 128 and of `segment`
     segment : number of tokens of a segment, in which keys are sorted by evict_at, largest first; None: natural order
+    before : position of the first query that counts; tiles of earlier queries alone are not visited
     """
     rows, length = evict_at.shape
     step, device = segment or TILE, evict_at.device
@@ -117,6 +119,7 @@ def make_tiles(evict_at: Tensor, width: int, segment: int | None = None) -> Tile
         slots = torch.empty_like(keys).scatter_(-1, keys, torch.arange(width, device=device).expand(rows, -1))
         evict_at, position, order = evict_at.flatten(1), keys.int(), torch.stack([keys.clamp(max=length - 1), slots])
     visited, full = tile_tests(position, evict_at)
+    visited[:, : before // TILE], full[:, : before // TILE] = False, False
     partial = visited ^ full
     return Tiles(position, evict_at, order, *listed(partial, full, partial.mT, full.mT))
 
@@ -174,23 +177,24 @@ def flex_attend(
     """Compute attention under evict_at with FlexAttention, which visits only the tiles that are not empty.
 
     evict_at : int32 [B, Hkv, S], for each of S tokens, the first query that no longer sees the token; or its tiles
-    query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, E]; E may differ from D
+    query : [B, Hq, T, D], the queries of the last T of S tokens
+    key, value : [B, Hkv, S, D] and [B, Hkv, S, E]; E may differ from D
     in_segments : True sorts keys by evict_at in segments if rows are long, and if no tiles are given
     compiled : False uses torch's plain operator, for tests; it ignores the tiles and makes S x S scores. On a CPU the
         compiled operator has neither a backward pass nor the log-sum-exp
 
-    Returns the output [B, Hq, S, E], and the log-sum-exp of each query's scaled scores, [B, Hq, S] (None without
+    Returns the output [B, Hq, T, E], and the log-sum-exp of each query's scaled scores, [B, Hq, T] (None without
     `want_lse`). Both are differentiable. The log-sum-exp is float32 (float64 for float64 inputs). For a query that sees
     no token (padding), the output is 0 and the log-sum-exp is -inf.
     """
-    batch, q_heads, length, _ = query.shape
-    rows = batch * key.shape[1]
+    batch, q_heads, length = *query.shape[:2], key.shape[2]
+    rows, before = batch * key.shape[1], length - query.shape[2]
     wanted, dtype = value.dtype, computing_dtype(query, value)
     if compiled and dtype == torch.float64:
         dtype = torch.float32
-    tiles = evict_at if isinstance(evict_at, Tiles) else tiles_of(evict_at, in_segments)
+    tiles = evict_at if isinstance(evict_at, Tiles) else tiles_of(evict_at, in_segments, before)
     width = tiles.position.shape[-1]
-    query, key, value = (x.to(dtype) for x in (query, key, value))
+    query, key, value = (x.to(dtype) for x in (F.pad(query, (0, 0, before, 0)), key, value))
     if tiles.order is not None:
         order, back = tiles.order.view(2, *key.shape[:2], width, 1)
         key, value = (_Reordered.apply(x, order, back[:, :, :length]) for x in (key, value))
@@ -201,8 +205,8 @@ def flex_attend(
             out, lse = _compiled(_attend)(*inputs)
     else:
         out, lse = _attend(*inputs)
-    out = out[:, :, :length].reshape(batch, q_heads, length, value.shape[-1]).to(wanted)
-    return out, None if lse is None else lse[:, :, :length].reshape(batch, q_heads, length)
+    out = out[:, :, before:length].reshape(batch, q_heads, -1, value.shape[-1]).to(wanted)
+    return out, None if lse is None else lse[:, :, before:length].reshape(batch, q_heads, -1)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

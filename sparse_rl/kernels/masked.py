@@ -73,17 +73,18 @@ class QueryChunk:
         return seen[:, None]
 
 
-def make_chunks(evict_at: Tensor) -> list[QueryChunk]:
-    """Divide the queries of all rows into chunks, for evict_at int32 [R, S]. On a GPU, this waits for the GPU twice."""
+def make_chunks(evict_at: Tensor, before: int = 0) -> list[QueryChunk]:
+    """Divide the queries of all rows, from position `before` on, into chunks, for evict_at int32 [R, S]. On a GPU, this
+    waits for the GPU twice."""
     rows, width = evict_at.shape
     position = torch.arange(width, device=evict_at.device)
     size = _chunk_size(evict_at)
-    starts = position[::size]
+    starts = position[before::size]
     # The number of earlier keys of each chunk is the number that the fullest row sees.
     survive = (position < starts[:, None]) & (evict_at[:, None] > starts[:, None])  # [R, chunks, S]
     counts = survive.sum(-1).amax(0).tolist()
-    chunks, columns, until = [], position[:0].expand(rows, 0), evict_at[:, :0]
-    for first, count in zip(range(0, width, size), counts, strict=True):
+    chunks, columns, until = [], position[:before].expand(rows, before), evict_at[:, :before]
+    for first, count in zip(range(before, width, size), counts, strict=True):
         last = min(first + size, width)
         alive = (until > first).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :count]
         columns = torch.cat([columns.gather(1, alive), position[first:last].expand(rows, -1)], dim=1)
@@ -110,8 +111,8 @@ def visited_share(chunks: list[QueryChunk]) -> float:
 
 
 def gathered_attention(evict_at: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Compute attention under evict_at, int32 [B, Hkv, S], by an SDPA call for each chunk of queries: [B, Hq, S, D]."""
-    chunks = make_chunks(evict_at.flatten(0, 1))
+    """Compute attention under evict_at, int32 [B, Hkv, S], by an SDPA call for each chunk of queries: [B, Hq, T, D]."""
+    chunks = make_chunks(evict_at.flatten(0, 1), key.shape[2] - query.shape[2])
     attend = partial(_attend_chunks, chunks)
     itemsize = computing_dtype(query, value).itemsize
     if torch.is_grad_enabled() and held_bytes(chunks, query.shape[-1], itemsize) > HELD:
@@ -120,10 +121,10 @@ def gathered_attention(evict_at: Tensor, query: Tensor, key: Tensor, value: Tens
 
 
 def _attend_chunks(chunks: list[QueryChunk], query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    shape, dtype, wanted = query.shape, value.dtype, computing_dtype(query, value)
-    query = query.to(wanted).unflatten(1, (key.shape[1], -1)).flatten(0, 1)  # [R, G, S, D]
+    shape, dtype, wanted, width = query.shape, value.dtype, computing_dtype(query, value), key.shape[2]
+    query = query.to(wanted).unflatten(1, (key.shape[1], -1)).flatten(0, 1)  # [R, G, T, D]
     key, value = (x.to(wanted).flatten(0, 2) for x in (key, value))  # [R * S, D]
-    first_of_row = torch.arange(0, len(key), shape[2], device=key.device)[:, None]
+    first_of_row = torch.arange(0, len(key), width, device=key.device)[:, None]
     places = [(first_of_row + chunk.columns).flatten() for chunk in chunks]
     counts = [len(place) for place in places]
     # Gather for all chunks together: a gather or slice per chunk would fill S numbers per chunk in the backward pass.
@@ -143,11 +144,12 @@ Evictions = Callable[[], Any]  # returns evict_at, int32 [B, Hkv, S]
 def masked_attention(
     evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float, kernel: str = "sdpa"
 ) -> Tensor:
-    """Compute attention under evict_at with the given kernel: [B, Hq, S, D].
+    """Compute attention under evict_at with the given kernel: [B, Hq, T, D].
 
     evict_at : function that returns evict_at, int32 [B, Hkv, S]; the kernels sdpa and dense call it again in the
         backward pass; for flex and flex_sorted, it may return the tiles under evict_at
-    query, key, value : [B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, D]
+    query : [B, Hq, T, D], the queries of the last T of S tokens
+    key, value : [B, Hkv, S, D]
     kernel : one of ATTENTION_KERNELS; on a CPU, flex is torch's plain operator, which is slow and refuses gradients
     """
     if kernel.startswith("flex"):  # saves lists of tiles, no S x S tensor
@@ -166,14 +168,14 @@ def masked_attention(
 def _by_sdpa(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     group = query.shape[1] // key.shape[1]
     # Fold kv heads into the batch: the mask [B * Hkv, 1, S, S] then serves all query heads of a group.
-    mask = visible_mask(evict_at()).flatten(0, 1)[:, None]
+    mask = visible_mask(evict_at())[:, :, -query.shape[2] :].flatten(0, 1)[:, None]
     grouped = query.unflatten(1, (-1, group)).flatten(0, 1)
     key, value = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (key, value))
     return sdpa(grouped, key, value, scaling, mask).view(query.shape)
 
 
 def _by_reference(evict_at: Evictions, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    return dense_attention(query, key, value, visible_mask(evict_at()), scaling)
+    return dense_attention(query, key, value, visible_mask(evict_at())[:, :, -query.shape[2] :], scaling)
 
 
 def visible_mask(evict_at: Tensor) -> Tensor:

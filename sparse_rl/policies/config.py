@@ -33,7 +33,12 @@ class PolicyConfig(NamedConfiguration):
     Classes are named as "module:class" and are imported only when `part` is called, so that settings need no torch.
     `from_block({"policy": name, ...})` makes the settings of any policy; the name `FILE.py:CLASS` is a policy of the
     user's own (make.py).
+
+    turns : the cache between the turns of a conversation: with kept, the next turn goes on from the entries that the
+        last one left; with prefilled, it prefills all tokens before it, as an API server without memory does
     """
+
+    turns: Literal["kept", "prefilled"] = "kept"
 
     family: ClassVar[str] = "cache policy"
     name_key: ClassVar[str] = "policy"
@@ -97,8 +102,13 @@ class PolicyConfig(NamedConfiguration):
         return None
 
     def parameters(self) -> dict[str, Any]:
-        """Return the settings as plain values, as in a recipe, without the policy's name."""
-        return as_mapping(self)
+        """Return the settings as plain values, as in a recipe, without the policy's name, and `turns` only if it is not
+        the default: fingerprints that were recorded before it existed stay the same.
+        """
+        return {key: value for key, value in as_mapping(self).items() if (key, value) != ("turns", "kept")}
+
+    def as_block(self) -> dict[str, Any]:
+        return {self.name_key: self.name, **self.parameters()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,19 +10,25 @@ from rollout.config import SamplingConfig
 from sparse_rl.config import Text, as_mapping, flat
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import LearnedConfig
-from sparse_rl.recipe.run import Run, SampledRecipe
-from trainer.config import SparseGRPOConfig
+from sparse_rl.recipe.run import Run, SampledRecipe, loaded
+from trainer.config import SparseGRPOConfig, check_turns
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPORecipe(SampledRecipe):
     """RL under a sparse cache; {policy: full} is RL with a full cache.
 
-    rewards : names of rewards, or mappings {name: ..., weight: ..., parameters of the reward}
+    rewards : names of rewards, or mappings {name: ..., weight: ..., parameters of the reward}; [] if the environment
+        has a method get_reward
+    tools : functions that the model may call, as FILE.py:FUNCTION or MODULE:FUNCTION, with type hints and docstrings
+    environment : class whose public methods are tools with a state of the conversation, as FILE.py:CLASS or
+        MODULE:CLASS; or a mapping of names, which the data's column `environment` holds, to classes
     """
 
     kind: ClassVar[str] = "grpo"
     rewards: list[dict[str, Any] | Text]
+    tools: list[Text] = field(default_factory=list)
+    environment: dict[str, Text] | Text | None = None
     grpo: SparseGRPOConfig = flat(SparseGRPOConfig)
 
     def __post_init__(self) -> None:
@@ -30,8 +36,13 @@ class GRPORecipe(SampledRecipe):
         self.grpo.check_options(self.trainer_options)
         if self.trainer_options.get("sync_ref_model"):
             self._check_sync_ref_model()
-        if not self.rewards or not all(self.rewards):
+        if not all(self.rewards) or not (self.rewards or self.environment):
             raise UserError("name at least one reward, for example [math]", "rewards")
+        if self.tools or self.environment:
+            compacts = self.prompt_cache is not None
+            check_turns(self.cache, self.grpo, self.scorers, compacts=compacts, recorded=self.recorded)
+        elif self.trainer_options.get("max_tool_calling_iterations") is not None:
+            raise UserError("has no effect without tools or environment; remove it", "max_tool_calling_iterations")
         if self.completions_per_generation % self.grpo.num_generations:
             name = "steps_per_generation" if self.grpo.steps_per_generation else "gradient_accumulation_steps"
             batch = self.completions_per_generation
@@ -52,8 +63,30 @@ class GRPORecipe(SampledRecipe):
     def samples_in_row(self) -> int:
         return self.grpo.num_generations
 
+    def own_code(self) -> list[Any]:
+        environments = self.environment.values() if isinstance(self.environment, dict) else [self.environment]
+        return [*self.rewards, *self.tools, *filter(None, environments)]
+
+    def given_tools(self) -> dict[str, Any]:
+        """Return the tools and environments that the recipe names, as the trainer takes them.
+
+        Raises UserError if one cannot be loaded.
+        """
+        named = self.environment
+        if isinstance(named, dict):
+            factory: Any = {name: loaded(path, "environment") for name, path in named.items()}
+        else:
+            factory = named and loaded(named, "environment")
+        return {"tools": [loaded(path, "tools") for path in self.tools], "environment_factory": factory}
+
     def findings(self, run: Run) -> dict[str, str]:
         topics = super().findings(run)
+        if self.tools or self.environment:
+            from trainer.grpo.turns import check_tools
+
+            given, keys = self.given_tools(), ("tools", "environment")
+            check_tools(given["tools"], given["environment_factory"], run.tokenizer, len(self.rewards), keys)
+            topics["turns"] = f"{self.cache.turns}, with {', '.join(map(str, self.own_code()[len(self.rewards) :]))}"
         if self.recorded:
             recording = self.recording(run.config)
             recording.check_sampling(self.sampling())
@@ -110,7 +143,7 @@ class GRPORecipe(SampledRecipe):
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
         """Return an eval recipe, as a mapping, of the held-out problems under the policy saved with the model."""
-        if self.validation is None:
+        if self.validation is None or self.tools or self.environment:  # an evaluation calls no tools
             return None
         sampling = self.sampling(self.validation.samples)
         contexts = {} if self.prompt_cache is None else {"prompt_cache": as_mapping(self.prompt_cache)}
@@ -178,6 +211,7 @@ class GRPORecipe(SampledRecipe):
             peft_config=adapters(self.lora, run.skeleton),
             callbacks=[rundir.RunLog(folder), completions],
             **self.sampled_by(run),
+            **self.given_tools(),
             thinking=self.data.thinking,
         )
         completions.trainer = trainer

@@ -114,6 +114,7 @@ GRPO: dict[str, Any] = {
     "num_completions_to_print": PositiveInt | None,
     "log_unique_prompts": bool,
     "log_completions_hub_repo": str | None,
+    "max_tool_calling_iterations": PositiveInt | None,
 }
 
 SFT: dict[str, Any] = {

@@ -116,7 +116,7 @@ class Run(Generic[R]):
         arguments = (
             {"data": self.rows, "validation.data": self.held_out},
             recipe.input_files(),
-            recipe.named_rewards()[1],
+            recipe.own_code(),
         )
         return once(f"inputs of {recipe.output_dir}", lambda: input_fingerprints(*arguments))
 
@@ -383,6 +383,16 @@ def rewards_of(named: list[Any], key: str) -> tuple[list[Callable], list[float]]
     return [Bounded(function, partial(UserError, key=key)) for function in functions], weights
 
 
+def loaded(path: str, key: str) -> Any:
+    """Return the object that a key names as FILE.py:NAME or MODULE:NAME. Raises UserError if there is none."""
+    from rewards.own import own_reward
+
+    try:
+        return own_reward(path)
+    except Exception as error:  # a user's module may raise anything
+        raise UserError(f"{path} cannot be loaded: {type(error).__name__}: {error}", key) from error
+
+
 def read_rows(
     config: DataConfig, tokenizer: Any, require: Sequence[str], where: str = "data", room: int | None = None
 ) -> Any:
@@ -514,6 +524,10 @@ class TrainRecipe(Recipe):
     def named_rewards(self) -> tuple[str, list[Any]]:
         """Return (the key under which the recipe names rewards, the list of these rewards)."""
         return "rewards", []
+
+    def own_code(self) -> list[Any]:
+        """Return the rewards, tools and environments of a run, which may be the user's own code, as named in YAML."""
+        return self.named_rewards()[1]
 
     def input_files(self) -> dict[str, tuple[str | None, bool]]:
         """Return the files that a run reads, which must not change: key -> (place or None, True if weights are read)"""

@@ -182,6 +182,12 @@ def held_entries(rollouts: Sequence[Rollout], policy: Policy, recorded: bool = F
     return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
 
 
+def sampled_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the mask of the completion tokens of TRL's batch that were sampled, not read: bool [rows, width]."""
+    real = batch["completion_mask"].bool()
+    return real & batch["tool_mask"].bool() if "tool_mask" in batch else real
+
+
 CAUSES = {
     "replay gap": (
         "mean |log p_trainer - log p_sampler|",
@@ -247,7 +253,7 @@ class GRPOMetrics:
         logprobs : `TracedBatch.logprobs`
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
-        real = batch["completion_mask"].bool()
+        real = sampled_tokens(batch)
         kept, whole = logprobs
         gap = (whole - batch["model_per_token_logps"])[real]
         ratio = (kept - batch["sampling_per_token_logps"])[real]
@@ -273,7 +279,7 @@ class GRPOMetrics:
         """
         trainer = self.trainer
         ratio = sampled.logprobs[0] - batch["sampling_per_token_logps"]
-        smallest = ratio.masked_fill(~batch["completion_mask"].bool(), 0.0).amin(dim=1)
+        smallest = ratio.masked_fill(~sampled_tokens(batch), 0.0).amin(dim=1)
         kept = smallest >= math.log(below)
         silent = trainer.args.sparse.zero_truncated_advantages
         counted = torch.tensor([not silent or r.finish_reason != "length" for r in sampled.rollouts]).to(kept)

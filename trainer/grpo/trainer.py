@@ -12,7 +12,8 @@ The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 - our setting importance_correction selects TRL's importance correction;
 - where top-p, top-k or min-p truncate the sampler's distribution, all models score a token among the tokens that its
   draw kept, and the loss is that of the truncated policy;
-- the gap between sampler and trainer is measured on every rollout, logged, and guarded (metrics.py).
+- the gap between sampler and trainer is measured on every rollout, logged, and guarded (metrics.py);
+- tools are called side by side and within a time limit, between turns that our engine samples (turns.py).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from rollout.context.config import PromptCacheConfig
 from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, Rollout, SamplingConfig
 from rollout.recorded import RecordedRollouts, check_rows
+from rollout.turns import Conversation
 from sparse_rl.attention.families import context_length
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
@@ -53,9 +55,10 @@ from sparse_rl.trace import EvictionTrace, Supports
 from sparse_rl.trace.sections import SUPPORT
 from trainer.arguments import ReplayedArguments, check_adapters, model_options, weights_dtype, with_settings
 from trainer.base import Resumable, text_parts
-from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig
+from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig, check_turns
 from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock, show_panels
 from trainer.grpo.sync import WeightSync
+from trainer.grpo.turns import RowTrace, ToolSampling, check_tools, replay_turns, trace_of_state, trace_state
 from trainer.sampler import SamplerSettings
 from trainer.weights import carry_scorers, load_reference, reference_state
 
@@ -92,9 +95,8 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
 
 def _check_given(given: Mapping[str, Any]) -> None:
     """Raise UserError if SparseGRPOTrainer does not support one of the parameters `given` to GRPOTrainer."""
-    for name in ("tools", "environment_factory", "rollout_func"):
-        if given.get(name):
-            raise UserError(f"a trace covers one completion, sampled in one call of our engine; remove {name}", name)
+    if given.get("rollout_func"):
+        raise UserError("a trace is recorded by our engine alone; remove rollout_func, or use tools", "rollout_func")
     check_adapters(given["model"], given.get("peft_config"))
 
 
@@ -137,6 +139,7 @@ class TracedBatch:
     keeps it. The loss of a part of that dict takes the part's traces into its own TracedBatch, and replays them.
 
     prompts : prompts, split after their contexts, if the engine compacts these; empty while a loss is computed
+    conversations : conversations with tools that are being sampled
     rollouts : rollouts that were just sampled; empty while a loss is computed
     rewards : rewards of all ranks, float [rows, reward functions]
     advantages : of each rollout, float [rows]
@@ -145,8 +148,9 @@ class TracedBatch:
     auxiliary : auxiliary losses from the last forward pass, which covers all rows while a loss is computed
     """
 
-    traces: Sequence[EvictionTrace] = ()
+    traces: Sequence[RowTrace] = ()
     prompts: Sequence[SplitPrompt] = ()
+    conversations: Sequence[Conversation] = ()
     rollouts: Sequence[Rollout] = ()
     rewards: Tensor = field(default_factory=lambda: torch.empty(0))
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -167,7 +171,8 @@ class TruncatedOutput(FusedCausalLMOutput):
 class SparseGRPOTrainer(Resumable, GRPOTrainer):
     """GRPO under a sparse cache.
 
-    It takes the parameters of GRPOTrainer, with `args` a SparseGRPOArguments or a GRPOConfig (or None), and:
+    It takes the parameters of GRPOTrainer, `tools` and `environment_factory` among them, with `args` a
+    SparseGRPOArguments or a GRPOConfig (or None), and:
 
     cache : cache policy under which it samples and trains: a name, a mapping {"policy": name, its parameters}, or an
         object; None means the policy saved with the model, or a full cache
@@ -204,12 +209,16 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             args.model_init_kwargs = {**options, **cast(dict, own or {}), "attn_implementation": ATTENTION}
         if given.get("processing_class") is None:
             given["processing_class"] = self.sampler.tokenizer()
+        if turns := bool(given.get("tools") or given.get("environment_factory")):
+            self._check_turns(given)
         self.thinking = thinking
         if not hasattr(given.get("train_dataset"), "__len__"):
             raise UserError("must be a datasets.Dataset, which has a length", "train_dataset")
         with text_parts(grpo_trainer):
             super().__init__(**given)
         check_made(self)
+        self.chat_template_kwargs = {} if thinking is None else {"enable_thinking": thinking}
+        self.tool_sampling = ToolSampling(self, self.sampler.policy.config.turns)
         count = len(cast(Any, self.train_dataset))
         need = cast(int, args.generation_batch_size) // args.sparse.num_generations
         if count < need:
@@ -220,7 +229,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             adopt(base_of(self.accelerator.unwrap_model(model)))  # DeepSpeed may wrap the reference model
             refuse_reentrant_checkpointing(model)
         # TRL's only switch for its importance correction. Here, after construction, it has no other effect: TRL's other
-        # code that reads use_vllm is overridden by this class, or runs only with rollout_func or tools.
+        # code that reads use_vllm is overridden by this class, or runs only with rollout_func.
         self.use_vllm = self.args.sparse.importance_correction != "none"
         self.sampling = SamplingConfig(
             max_tokens=cast(int, self.max_completion_length),
@@ -236,6 +245,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         args.settle_kernel(live.config)
         carry_scorers(live, self.sampler.policy, self.sampler.place)
         lengths = max_prompt_tokens, self.sampling.max_tokens
+        if turns and max_prompt_tokens is not None:
+            lengths = self.tool_sampling.lengths(max_prompt_tokens)
         recorded = isinstance(self.sampler.engine, RecordedRollouts)
         contexts, held_out = self.sampler.prompt_cache is not None, cast(Any, self.eval_dataset)
         check_rows(self.train_dataset, recorded, args.sparse.num_generations, contexts)
@@ -243,6 +254,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             check_rows(rows, recorded, cast(int, self.num_generations_eval), contexts)
         about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class) if contexts else None
         self.engine = self.sampler.open(live, self.sampler.place or live, live, args, *lengths, about)
+        if turns:
+            self.tool_sampling.check_engine()
         if recorded:
             self.engine.check_sampling(self.sampling)
         self.carry_scorers_of(self.engine.policy, self.args.scorers)
@@ -252,7 +265,17 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.own_metrics = GRPOMetrics(self)
         self._redirect = _ForwardRedirection()
         self.batch = TracedBatch()
-        self._generations = 0  # number of generations so far, for the sampling seed
+        self.generations = 0  # number of generations so far, for the sampling seed
+
+    def _check_turns(self, given: Mapping[str, Any]) -> None:
+        """Raise UserError if conversations with the given tools cannot be sampled and trained."""
+        args, functions, sampler = cast(SparseGRPOArguments, given["args"]), given.get("reward_funcs"), self.sampler
+        assert sampler is not None
+        compacts, recorded = sampler.prompt_cache is not None, isinstance(sampler.engine, RecordedRollouts)
+        check_turns(sampler.policy.config, args.sparse, args.scorers, compacts=compacts, recorded=recorded)
+        tools, count = given.get("tools") or [], len(functions) if isinstance(functions, list) else bool(functions)
+        keys = "tools", "environment_factory"
+        check_tools(tools, given.get("environment_factory"), given["processing_class"], count, keys)
 
     @property
     def mode(self) -> str:
@@ -304,6 +327,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             return [rollout.prompt_ids for rollout in self.batch.rollouts], None, {}
         if self.batch.prompts:
             ids = [[*prompt.context, *prompt.rest] for prompt in self.batch.prompts]
+        elif self.tools:  # whose schemas are part of the prompt
+            if isinstance(prompts[0], str):
+                raise UserError("with tools, prompts must be chat messages, but they are text", "train_dataset")
+            ids = super()._tokenize_prompts(prompts)[0]
         else:
             ids = [prompt_ids(p, self.processing_class, self.thinking) for p in prompts]
         longest, window = max(map(len, ids)), context_length(base_of(self.model).config)
@@ -312,21 +339,43 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             raise UserError(f"{self.sampling.max_tokens:,} tokens, {wrong}; lower this value", "max_completion_length")
         return ids, None, {}
 
+    def _generate(self, prompts: list) -> Any:
+        # Processes differ in the number of turns, so what all of them do together is done once: ZeRO-3 gathers weights.
+        with self.weight_sync.ready() if self.tools else nullcontext():
+            return super()._generate(prompts)
+
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample one completion per prompt, unless it is recorded, and return token ids and log-probs. TRL repeats each
-        prompt as needed."""
-        self._generations += self.mode == "train"
+        """Sample one completion per prompt, or the first turn of a conversation, unless it is recorded, and return
+        token ids and log-probs. TRL repeats each prompt as needed."""
+        self.generations += self.mode == "train"
+        if self.tools:
+            self.batch.conversations = self.tool_sampling.begin(prompt_ids)
+            turns = [conversation.rollouts[-1] for conversation in self.batch.conversations]
+            return [turn.completion_ids for turn in turns], [turn.logprobs for turn in turns]
         rollouts = self.batch.rollouts or self._sample(prompt_ids)
-        replayed = self.args.sparse.train_attention == "replay"
-        self.batch.traces = [r.trace if replayed else r.trace.dense_like() for r in rollouts]
-        self.batch.rollouts = rollouts
-        self.own_metrics.record_rollouts(rollouts)
+        self._keep(rollouts, [r.trace for r in rollouts])
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
 
+    def _tool_call_loop(self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, *_: Any) -> Any:
+        """Continue the conversations in TRL's place. Returns mask, messages, token ids and log-probs of each, the
+        numbers of calls and of failures, and no images."""
+        conversations = self.batch.conversations
+        counts = self.tool_sampling.go_on(conversations, completions)
+        rollouts = [conversation.whole() for conversation in conversations]
+        self._keep(rollouts, [conversation.traces() for conversation in conversations])
+        ids, logprobs = [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
+        return [[*map(int, r.sampled)] for r in rollouts], completions, ids, logprobs, *counts, [[] for _ in rollouts]
+
+    def _keep(self, rollouts: Sequence[Rollout], traces: Sequence[RowTrace]) -> None:
+        replayed = self.args.sparse.train_attention == "replay"
+        self.batch.traces = traces if replayed else [r.trace.dense_like() for r in rollouts]
+        self.batch.rollouts = rollouts
+        self.own_metrics.record_rollouts(rollouts)
+
     def _sample(self, prompt_ids: list[list[int]]) -> Sequence[Rollout]:
-        seed = self.sampling_seed(None if self.mode == "eval" else self._generations)
+        seed = self.sampling_seed(None if self.mode == "eval" else self.generations)
         sampling = dataclasses.replace(self.sampling, seed=seed)
         with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
             if self.batch.prompts:
@@ -412,7 +461,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return scored, torch.cat(entropies) if compute_entropy else None, aux_loss
 
     def replay(
-        self, model: Any, ids: Tensor, mask: Tensor, keep: int, traces: Sequence[EvictionTrace], balance: bool = False
+        self, model: Any, ids: Tensor, mask: Tensor, keep: int, traces: Sequence[RowTrace], balance: bool = False
     ) -> tuple[Any, AuxiliaryLosses | None]:
         """Run a model under traces on rows that TRL has padded: prompts on the left, completions on the right.
 
@@ -427,6 +476,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         """
         width, args, device = ids.shape[1], self.args, ids.device
         starts, columns = mask.long().argmax(-1)[:, None], torch.arange(width, device=device)
+        if not isinstance(traces[0], EvictionTrace):
+            return replay_turns(self, model, ids, starts, traces), None
+        traces = cast(Sequence[EvictionTrace], traces)
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-keep] = -100
         learns, positions, real = torch.is_grad_enabled(), (columns - starts).clamp(min=0), mask
@@ -533,24 +585,24 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return {
             **super().extra_state(),
             "step": self._step,
-            "generations": self._generations,
+            "generations": self.generations,
             "gap_limit": self.weight_sync.limit,
             "probed": self.weight_sync.probed,
             "gaps": self.own_metrics.gaps,
-            "buffer": [{**part, "traces": [trace.sections for trace in part["traces"]]} for part in buffer],
+            "buffer": [{**part, "traces": [trace_state(trace) for trace in part["traces"]]} for part in buffer],
             "logs": log_state(cast(Any, self._logs)),
             "reference": reference_state(self.ref_model, self.accelerator) if self.args.sync_ref_model else {},
         }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
-        self._step, self._generations, self.own_metrics.gaps = state["step"], state["generations"], state["gaps"]
+        self._step, self.generations, self.own_metrics.gaps = state["step"], state["generations"], state["gaps"]
         synced = self.weight_sync  # its engine is new, and has no weights of this run
         synced.limit, synced.probed, synced.synced = state["gap_limit"], state["probed"], None
         buffer = []
         for part in state["buffer"]:
             tensors = {name: value.to(self.accelerator.device) for name, value in part.items() if name != "traces"}
-            buffer.append({**tensors, "traces": [EvictionTrace.from_state(trace) for trace in part["traces"]]})
+            buffer.append({**tensors, "traces": [trace_of_state(trace) for trace in part["traces"]]})
         self._buffered_inputs = cast(Any, buffer or None)
         load_log(cast(Any, self._logs), state["logs"])
         if self.args.sync_ref_model:

@@ -1,0 +1,229 @@
+"""GRPO with tools and environments: conversations of several turns in the place of single completions.
+
+TRL's are the schemas of tools in the prompt, the parsing of a turn, the tokens around an answer, environments and
+rewards. Ours are the engine and the loop (rollout/turns.py). A conversation is a row of TRL's batch: its completion has
+all tokens after the prompt, and `tool_mask` says which were sampled; so loss and advantages need nothing further.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.utils import get_json_schema
+from trl import chat_template_utils as templates
+
+from rollout.turns import Conversation, Message, ToolLoop, TurnTrace, sample_turns
+from sparse_rl.attention.branches import branched_rows
+from sparse_rl.attention.families import context_length
+from sparse_rl.errors import UserError, reason
+from sparse_rl.experts import has_experts
+from sparse_rl.models.load import base_of
+from sparse_rl.trace import EvictionTrace
+
+logger = logging.getLogger("sparse_rl")
+RowTrace = EvictionTrace | tuple[TurnTrace, ...]
+"""The trace of a row: of its whole sequence, or of each of its turns if these were prefilled."""
+
+
+# ---- checks before a model is loaded ---------------------------------------------------------------------------------
+
+
+def check_tools(
+    tools: Sequence[Callable], environments: Any, tokenizer: Any, rewards: int, keys: tuple[str, str]
+) -> None:
+    """Raise UserError if TRL cannot use these tools with this tokenizer.
+
+    environments : class (or callable that makes an environment), or a mapping of names to such; None for none
+    rewards : number of reward functions besides those of the environments
+    keys : names of the settings in errors, for tools and for environments
+    """
+    named = environments if isinstance(environments, Mapping) else {"": environments} if environments else {}
+    own = False
+    for name, factory in named.items():
+        if not callable(factory):
+            raise UserError(f"{name or factory!r} is not a class", keys[1])
+        members = dict(inspect.getmembers(factory, inspect.isfunction)) if isinstance(factory, type) else {}
+        if members and "reset" not in members:
+            raise UserError(f"{factory.__name__} has no method reset, with which a conversation begins", keys[1])
+        own |= "get_reward" in members or not members
+        methods = [m for n, m in members.items() if not n.startswith("_") and n not in ("reset", "get_reward")]
+        _check_schemas([MethodType(method, factory) for method in methods], keys[1])
+    _check_schemas(tools, keys[0])
+    names = [getattr(tool, "__name__", "") for tool in tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two tools are called {twice}; rename one", keys[0])
+    if not rewards and not own:
+        raise UserError("there is no reward: name one, or use an environment with a method get_reward", "rewards")
+    key = keys[0] if tools else keys[1]
+    if not templates.supports_tool_calling(tokenizer):
+        raise UserError("the tokenizer's chat template cannot write tool calls and their answers", key)
+    try:
+        if not any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
+            templates.add_response_schema(tokenizer)
+        if not templates.is_chat_template_prefix_preserving(tokenizer):
+            templates.get_training_chat_template(tokenizer)
+    except Exception as error:  # TRL knows some families of templates alone
+        raise UserError(
+            f"TRL cannot parse tool calls of the tokenizer's chat template: {reason(error)}", key
+        ) from error
+
+
+def _check_schemas(tools: Sequence[Any], key: str) -> None:
+    for tool in tools:
+        if not callable(tool):
+            raise UserError(f"{tool!r} is not a function", key)
+        try:
+            get_json_schema(tool)
+        except Exception as error:  # no docstring, no type hints, or a docstring of another style
+            name = getattr(tool, "__name__", repr(tool))
+            raise UserError(f"{name} needs type hints and a docstring with its Args: {reason(error)}", key) from error
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+
+class ToolSampling:
+    """Samples the conversations of a trainer's batch. turns : as in a cache policy, kept or prefilled"""
+
+    def __init__(self, trainer: Any, turns: str) -> None:
+        self.trainer, self.kept = trainer, turns == "kept"
+        self.late = 0  # number of late tools since the start
+
+    def check_engine(self) -> None:
+        """Raise UserError if the engine, or the model, does not go with conversations."""
+        if not hasattr(self.trainer.engine, "converse"):
+            name = type(self.trainer.engine).__name__
+            raise UserError(f"the engine {name} samples no conversations of several turns; use hf", "rollout.engine")
+        if not self.kept and has_experts(base_of(self.trainer.model)):
+            raise UserError("prefilled turns are not replayed for a model with experts; use kept", "cache.turns")
+
+    def lengths(self, prompt: int) -> tuple[int, int]:
+        """Return the maximum numbers of tokens of a prompt and of a completion, for the engine. prompt : maximum number
+        of tokens of a prompt without the schemas of tools"""
+        prompt, completion = prompt + self._schema_tokens(), self.trainer.sampling.max_tokens
+        return (prompt, completion) if self.kept else (prompt + completion - 1, 1)
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> list[Conversation]:
+        """Return conversations with these prompts (token ids), after the first turn of each."""
+        conversations = [Conversation(list(prompt), self.kept) for prompt in prompts]
+        limits = [self.trainer.sampling.max_tokens] * len(conversations)
+        self._sample(conversations, [[] for _ in conversations], limits)
+        return conversations
+
+    def _sample(self, conversations: list[Conversation], read: list[list[int]], limits: list[int]) -> None:
+        trainer = self.trainer
+        seed = trainer.sampling_seed(None if trainer.mode == "eval" else trainer.generations)
+        sampling = dataclasses.replace(trainer.sampling, seed=seed)
+        with trainer.refused_at_this_step(), trainer.clock.timed("generate"):
+            sample_turns(trainer.engine, conversations, read, limits, sampling)
+
+    def go_on(self, conversations: Sequence[Conversation], completions: Sequence[list[Message]]) -> tuple[int, int]:
+        """Run tools and sample turns until no conversation calls one; completions : messages of the first turns, to
+        which all others are added. Returns the numbers of calls and of failures."""
+        trainer = self.trainer
+        for conversation, messages in zip(conversations, completions, strict=True):
+            conversation.messages = messages
+        by_row = trainer.environment_factories is not None
+        shown = [trainer._env_tools[n] for n in trainer._batch_environments] if by_row else None
+
+        def parse(row: int, before: list[int], ids: list[int]) -> Message:
+            schemas = trainer.tools if shown is None else shown[row]
+            return cast(Message, templates.parse_response(trainer._tokenizer, ids, prefix=before, tools=schemas))
+
+        loop = ToolLoop(
+            parse,
+            trainer._get_tool_suffix_ids,
+            trainer.args.sparse.tool_seconds,
+            trainer.max_tool_calling_iterations,
+            trainer.sampling.max_tokens,
+            context_length(base_of(trainer.model).config),
+            getattr(trainer, "async_loop", None),
+            late=self.late,
+        )
+        tools = [{**a, **b} for a, b in zip(trainer._sync_tool_dicts, trainer._async_tool_dicts, strict=True)]
+        late = loop.run(conversations, tools, self._sample)
+        self.late = loop.late
+        self._record(conversations, len(late))
+        for row in late:
+            self._take_out(row)
+        for conversation in conversations:
+            conversation.held = None
+        return loop.calls, loop.failures
+
+    def _take_out(self, row: int) -> None:
+        """Let no other conversation have an environment that a late tool still uses, and no reward read it."""
+        trainer = self.trainer
+        logger.warning("a tool did not answer within %g seconds; its conversation ends", trainer.args.tool_seconds)
+        if trainer.environments is not None:
+            pool = trainer._environment_pool[trainer._batch_environments[row]]
+            pool[:] = [environment for environment in pool if environment is not trainer.environments[row]]
+            trainer.environments[row] = None
+
+    def _record(self, conversations: Sequence[Conversation], late: int) -> None:
+        trainer = self.trainer
+        counts = [sum(c.turns for c in conversations), len(conversations), late]
+        local = torch.tensor([counts], device=trainer.accelerator.device)
+        turns, rows, late = trainer.accelerator.gather(local).sum(0).tolist()
+        trainer._metrics[trainer.mode]["turns/mean"].append(turns / rows)
+        trainer._metrics[trainer.mode]["tools/late"].append(float(late))
+
+    def _schema_tokens(self) -> int:
+        """Return the maximum number of tokens that the schemas of tools add to a prompt."""
+        trainer = self.trainer
+        render = partial(
+            trainer.processing_class.apply_chat_template,
+            [{"role": "user", "content": ""}],
+            chat_template=trainer.chat_template,
+            tokenize=True,
+            return_dict=False,
+            **trainer.chat_template_kwargs,
+        )
+        tools = trainer._env_tools.values() if trainer.environment_factories is not None else [trainer.tools]
+        return max(len(render(tools=schemas or None)) for schemas in tools) - len(render())
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def replay_turns(trainer: Any, model: Any, ids: Tensor, starts: Tensor, traces: Sequence[Any]) -> Any:
+    """Run a model on rows whose turns were prefilled, as rows with branches (sparse_rl/attention/branches.py).
+
+    ids : token ids, padded on both sides, int64 [rows, width]
+    starts : column of each row's first token, int64 [rows, 1]
+    traces : (prompt tokens, trace) of each turn of each row
+
+    Returns the model's output with log_probs and entropy of the sampled tokens, float [rows, width - 1]; 0 for others.
+    """
+    rows = branched_rows(traces, ids.device, trainer.args.attention_kernel)
+    made = ids.gather(1, (rows.tokens + starts).clamp(max=ids.shape[1] - 1))
+    out = trainer._forward(model, made, rows.tokens, made.masked_fill(~rows.scored, -100), rows.view)
+    for name in ("log_probs", "entropy"):
+        if (value := getattr(out, name, None)) is not None:
+            spread = value.new_zeros(len(ids), ids.shape[1] - 1)
+            for row, (positions, columns) in enumerate(rows.places):
+                spread = spread.index_put(
+                    (torch.full_like(columns, row), starts[row] + positions - 1), value[row, columns]
+                )
+            setattr(out, name, spread)
+    return out
+
+
+def trace_state(trace: RowTrace) -> Any:
+    """Return a row's trace as plain data and tensors, for a checkpoint."""
+    if isinstance(trace, EvictionTrace):
+        return trace.sections
+    return [(prompt, turn.sections) for prompt, turn in trace]
+
+
+def trace_of_state(state: Any) -> RowTrace:
+    if isinstance(state, Mapping):
+        return EvictionTrace.from_state(state)
+    return tuple(TurnTrace(prompt, EvictionTrace.from_state(sections)) for prompt, sections in state)
