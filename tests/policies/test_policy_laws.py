@@ -552,7 +552,11 @@ def test_a_policy_is_made_from_a_name_or_a_mapping() -> None:
         ("gvk", {"budget": 8}, r"unknown cache policy 'gvk' \(did you mean 'gkv'\?\); known: full, streaming, "),
         ("nonsense", {"budget": 8}, r"unknown cache policy 'nonsense'; known: "),
         (None, {}, r"unknown cache policy null"),
-        ("gkv", {"budget": 64, "aplha": 1}, r"'gkv' has no parameter 'aplha' \(did you mean 'alpha'\?\); it takes turns, b"),
+        (
+            "gkv",
+            {"budget": 64, "aplha": 1},
+            r"'gkv' has no parameter 'aplha' \(did you mean 'alpha'\?\); it takes turns",
+        ),
         ("streaming", {"budget": 64, "window": 8}, r"'streaming' has no parameter 'window'.*takes turns, budget, si"),
         ("streaming", {"budget": 64, "name": "x"}, r"'streaming' has no parameter 'name'; it takes turns, budget, si"),
         ("full", {"budget": 64}, r"'full' has no parameter 'budget'; it takes turns"),
