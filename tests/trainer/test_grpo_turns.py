@@ -64,7 +64,7 @@ def made(
 class Watched(SparseGRPOTrainer):
     """Compares the first gradient with gradients that are made by hand from the rollouts of the turns."""
 
-    found: dict[str, float]
+    distances: dict[str, float]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         out = super()._generate_and_score_completions(inputs)
@@ -83,11 +83,11 @@ class Watched(SparseGRPOTrainer):
                 scored = [scored[0][start:end] for start, end in conversation.whole().spans]
             by_row.append(-advantage * (torch.cat(scored) - torch.cat(scored).detach()).exp().mean())
             by_turn += [-advantage * (turn - turn.detach()).exp().mean() for turn in scored]
-        self.found = {}
+        self.distances = {}
         for name, losses in (("conversation", by_row), ("turn", by_turn)):
             gradient = torch.autograd.grad(torch.stack(losses).mean(), weights, retain_graph=True)
             gap = torch.cat([g.flatten() for g in gradient]) - own
-            self.found[name] = float(gap.norm() / own.norm())
+            self.distances[name] = float(gap.norm() / own.norm())
         return loss
 
 
@@ -97,7 +97,7 @@ def test_the_gradient_is_that_of_a_mean_per_conversation(turns, tmp_path):
     words = ("max_steps=1", "per_device_train_batch_size=16", "max_grad_norm=0")
     trainer = made(tmp_path, turns, *words, cls=Watched)
     trainer.train()
-    assert trainer.found["conversation"] <= 3e-6 and trainer.found["turn"] > 0.05, trainer.found
+    assert trainer.distances["conversation"] <= 3e-6 and trainer.distances["turn"] > 0.05, trainer.distances
     (line,) = steps(tmp_path)
     assert line["replay/gap_max"] <= 1e-5 and line["grad_norm"] > 0
     assert line["turns/mean"] == sum(c.turns for c in trainer.seen) / 16 > 2 and line["tools/late"] == 0
