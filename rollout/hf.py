@@ -52,6 +52,7 @@ from sparse_rl.models.weights import Identity, identify
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import Cache, make_cache
 from sparse_rl.progress import Stage
+from sparse_rl.states.mixers import States, has_states
 from sparse_rl.trace import EvictionTrace
 from sparse_rl.trace.support import SupportRecord
 
@@ -210,8 +211,9 @@ class HFEngine:
         windows = windows_of(self.model.config)
         if context is not None:  # whose own experts are not recorded
             return cache_after(context.unrecorded() if has_experts(self.model) else context, windows)
-        routers = RouterRecord(len(windows)) if has_experts(self.model) else None
-        return map_of_caches(make_cache(self.policy), WindowCache(windows), routers)
+        routers = RouterRecord(self.model.config.num_hidden_layers) if has_experts(self.model) else None
+        states = States() if has_states(self.model.config) else None
+        return map_of_caches(make_cache(self.policy), WindowCache(windows), routers, states)
 
     def _read(self, prompts: list[list[int]], cache: Cache) -> PrefilledPrompts:
         """Run the prompts through the model, in pieces of `cache.piece` tokens if the cache sets a piece length."""

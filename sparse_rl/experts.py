@@ -100,6 +100,8 @@ class RouterReplay:
 
         `logits` are the router's, [T, experts]. Raises TraceError if the record does not fit the model.
         """
+        if layer >= len(self.routed):
+            raise TraceError(f"routed has {len(self.routed)} layers, but the model has experts in layer {layer}")
         recorded = self.routed[layer].to(self.device, non_blocking=True).to(own.dtype).flatten(0, 1)
         if recorded.shape != own.shape or self.highest[layer] >= logits.shape[-1]:
             chose = f"its router chose {list(own.shape)} of {logits.shape[-1]} experts"
@@ -125,6 +127,10 @@ def _sigmoid(router: Any, logits: Tensor, chosen: Tensor, dtype: torch.dtype) ->
     return (weights * router.routed_scaling_factor).to(dtype)
 
 
+def _softmax_over_chosen(router: Any, logits: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    return logits.gather(-1, chosen).softmax(-1).to(dtype)
+
+
 # model_type -> function from (router, logits [T, experts], chosen [T, K], dtype) to the factors of the chosen experts,
 # float [T, K]. It uses the family's own operations, so that equal choices have equal bits.
 WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor, torch.dtype], Tensor]] = {
@@ -133,6 +139,8 @@ WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor, torch.dtype], Tensor]] = {
     "mixtral": _softmax_over_all,
     "olmoe": _softmax_over_all,
     "glm4_moe": _sigmoid,
+    "qwen3_next": _softmax_over_all,
+    "granitemoehybrid": _softmax_over_chosen,
 }
 
 
@@ -140,8 +148,9 @@ def routers(model: Any) -> Iterator[tuple[int, nn.Module, Any]]:
     """Yield (index of the layer, decoder layer, router) for each layer with experts."""
     if model.config.model_type in WEIGHTS:
         for index, layer in enumerate(model.get_decoder().layers):
-            if hasattr(layer.mlp, "experts"):
-                yield index, layer, layer.mlp.gate
+            block = getattr(layer, "block_sparse_moe", None) or getattr(layer, "mlp", None)
+            if hasattr(block, "experts"):
+                yield index, layer, block.router if hasattr(block, "router") else block.gate
 
 
 def has_experts(model: Any) -> bool:
@@ -187,12 +196,17 @@ class Routes:
         self.routers = None
 
     def choose(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
-        """Replace the router's output (logits, weights, choices) by the replayed choices; None keeps the output."""
+        """Replace the router's output (logits, weights, choices), which Granite has in the reverse order, by the
+        replayed choices; None keeps the output.
+        """
         if self.routers is None:
             return None
-        logits, weights, own = output
+        order = 1 if output[0].is_floating_point() else -1
+        logits, weights, own = output[::order]
         chosen = self.routers.route(self.layer, own, logits)
-        return None if chosen is own else (logits, self.weights_of(router, logits, chosen, weights.dtype), chosen)
+        if chosen is own:
+            return None
+        return (logits, self.weights_of(router, logits, chosen, weights.dtype), chosen)[::order]
 
 
 def balancing_loss(routed: Mapping[int, tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
