@@ -36,7 +36,7 @@ from rollout.sampling import (
     stop_tokens,
     token_ids,
 )
-from sparse_rl.attention.families import check_length, global_layers, policy_shape, windows_of
+from sparse_rl.attention.families import check_length, global_layers, policy_shape, refuse_states, windows_of
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views import map_of_caches
 from sparse_rl.attention.windows import WindowCache
@@ -55,6 +55,8 @@ from sparse_rl.progress import Stage
 from sparse_rl.states.mixers import States, has_states
 from sparse_rl.trace import EvictionTrace
 from sparse_rl.trace.support import SupportRecord
+
+NO_STATES_OF_CONTEXTS = "a compacted context holds no states"
 
 
 @dataclass
@@ -183,6 +185,7 @@ class HFEngine:
         """Prefill a context and compute its reference queries, from which compactions of any size can be made, in
         several parts if `config` says so. Arguments are those of `compact`.
         """
+        refuse_states(self.model.config, NO_STATES_OF_CONTEXTS)
         (tokens,) = token_ids([tokens], self.model.config.vocab_size)
         prompts = prompts or ContextPrompts()
         token_ids([*prompts.requests, *filter(None, (prompts.repeat, prompts.questions))], self.model.config.vocab_size)
@@ -249,6 +252,7 @@ class HFEngine:
     def check_context(self, context: Context) -> None:
         """Raise UserError if the context was made by another model."""
         config = self.model.config
+        refuse_states(config, NO_STATES_OF_CONTEXTS)
         context.check_model(policy_shape(config), windows_of(config), self.identity)
 
     def _run(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:

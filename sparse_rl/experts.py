@@ -148,7 +148,7 @@ def routers(model: Any) -> Iterator[tuple[int, nn.Module, Any]]:
     """Yield (index of the layer, decoder layer, router) for each layer with experts."""
     if model.config.model_type in WEIGHTS:
         for index, layer in enumerate(model.get_decoder().layers):
-            block = getattr(layer, "block_sparse_moe", None) or getattr(layer, "mlp", None)
+            block: Any = getattr(layer, "block_sparse_moe", None) or getattr(layer, "mlp", None)
             if hasattr(block, "experts"):
                 yield index, layer, block.router if hasattr(block, "router") else block.gate
 
@@ -174,11 +174,18 @@ def attach(model: Any) -> None:
         layer.register_forward_pre_hook(router.routes.begin, with_kwargs=True)
         layer.register_forward_hook(router.routes.end, always_call=True)
         router.register_forward_hook(router.routes.choose)
+        if (gate := getattr(getattr(layer, "mlp", None), "shared_expert_gate", None)) is not None:
+            gate.register_forward_hook(_repeat)
     if has_experts(model):
         model.set_experts_implementation(EXPERTS)
     # The model would compute a balancing loss from NO_MASK, which marks no token. Dense models may have this key, too.
     if getattr(model.config, "output_router_logits", False):
         model.config.output_router_logits = False
+
+
+def _repeat(gate: nn.Linear, args: Any, output: Tensor) -> Tensor:
+    """Repeat a gate [T, 1] for each number that it multiplies: a CPU's sigmoid rounds otherwise for few numbers."""
+    return output if output.device.type != "cpu" else output.expand(-1, gate.in_features).contiguous()
 
 
 class Routes:

@@ -67,6 +67,7 @@ SIZES = {
     "sparse_rl.methods.triattention.config": "the settings of a method, read without torch",
     "sparse_rl.commands.calibrate": "a command",
     "sparse_rl.source": "what a release changes",
+    "sparse_rl.states.convolution": "a kind of mixer",
     "sparse_rl.temporary": "commands and launched processes share it, and nothing else",
 }
 # Modules of the recipe that build what a run needs, and are imported only when it is built.

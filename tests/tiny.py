@@ -92,7 +92,7 @@ OWN: dict[str, dict[str, Any]] = {  # settings of single families, with values o
     "qwen3_5_text": DELTA,
     "olmo_hybrid": DELTA,
     "granitemoehybrid": {
-        **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48, "logits_scaling": 3.0},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 48, "logits_scaling": 3.0},
         **{"attention_multiplier": 0.5, "residual_multiplier": 0.7, "embedding_multiplier": 4.0, **MAMBA, **MIXED},
     },
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
@@ -115,7 +115,7 @@ def new_model(family: str, seed: int = 0, **overrides: Any) -> Any:
         for name, weight in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 weight.data.add_(0.1 * torch.randn_like(weight))
-            if name.endswith("mlp.gate.weight"):  # of a router; some families initialise it to 0
+            if name.endswith(("mlp.gate.weight", "router.weight")):  # of a router; some families initialise it to 0
                 weight.data.normal_(0, 0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

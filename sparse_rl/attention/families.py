@@ -43,7 +43,7 @@ FAMILIES: dict[str, str | None] = {
 }
 
 # model_type of a multimodal model whose text part is used -> its class, in `architectures` of config.json
-MULTIMODAL = {"gemma3": "Gemma3ForConditionalGeneration"}
+MULTIMODAL = {"gemma3": "Gemma3ForConditionalGeneration", "qwen3_5": "Qwen3_5ForConditionalGeneration"}
 
 # Settings that every family must have: transformers or vLLM reads them, and another value is another attention.
 REQUIRED: dict[str, Any] = {
@@ -188,6 +188,12 @@ def _why_not(name: str, value: Any) -> str:
     return f"{name} is {show(value)} in its config.json, with which nobody has tested it here"
 
 
+def refuse_states(config: Any, what: str, key: str | None = None) -> None:
+    """Raise UserError, about the setting `key`, if a model has layers with a state, which `what` cannot follow."""
+    if config.model_type in HYBRID:
+        raise UserError(f"{what}, and {config.model_type} has layers with a state", key)
+
+
 def check_noises(config: Any, model: str = "the model") -> None:
     """Raise UserError if a model in memory changes at random in training."""
     for name in NOISES:
@@ -245,6 +251,11 @@ def recorded_layers(config: Any) -> list[int]:
     return [layer for layer, kind in enumerate(_kinds(config)) if kind not in WITHOUT_KEYS]
 
 
+def state_layers(config: Any) -> list[int]:
+    """Return the indices of the layers that hold a state (sparse_rl/states), among them those that hold keys, too."""
+    return [i for i, kind in enumerate(_kinds(config)) if kind in ("linear_attention", "conv", "hybrid")]
+
+
 def windows_of(config: Any) -> list[int]:
     """Return the sliding window of each recorded layer in tokens, the query's own included; 0 for a layer without one.
 
@@ -271,6 +282,8 @@ def family_only_hf(config: Any) -> str | None:
     reasons = ["vLLM would load all parts of the multimodal model"] if is_text_part(config) else []
     if any(windows_of(config)):
         reasons.append(NO_WINDOWS)
+    if family in HYBRID:
+        reasons.append(NO_STATES)
     for name, alike in {**EVERY_FAMILY, **READ_BY_ONE.get(family, {})}.items():
         value = getattr(config, name, alike)
         if alike is not ANY and value != alike and (value or alike):  # null, false and 0 are alike

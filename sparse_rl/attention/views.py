@@ -187,7 +187,7 @@ class CacheMap(LayerMap):
     def fork(self, rows: Sequence[int]) -> Self:
         forks = {id(part): part.fork(rows) for part in self.parts}
         places = {layer: (forks[id(part)], place) for layer, (part, place) in self.of_layer.items()}
-        routers, states = (part and part.fork(rows) for part in (self.routers, self.states))
+        routers, states = self.routers and self.routers.fork(rows), self.states and self.states.fork(rows)
         return type(self)(forks[id(self.of_policy)], places, routers, states)
 
     def trace(self, row: int, length: int) -> EvictionTrace:

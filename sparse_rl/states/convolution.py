@@ -52,5 +52,5 @@ def functions(mixer: Any, exact: bool) -> dict[str, Callable[..., Any]]:
 
 
 def numbers(mixer: Any) -> int:
-    """Return how many numbers the recurrent state of one sequence has, beside the last inputs of the convolution."""
+    """Return how many numbers the recurrent state of one sequence has."""
     return 0

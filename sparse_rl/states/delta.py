@@ -101,5 +101,5 @@ def functions(mixer: Any, exact: bool) -> dict[str, Callable[..., Any]]:
 
 
 def numbers(mixer: Any) -> int:
-    """Return how many numbers the recurrent state of one sequence has, beside the last inputs of the convolution."""
-    return mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim
+    """Return how many numbers the recurrent state of one sequence has."""
+    return int(mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim)

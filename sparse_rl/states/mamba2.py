@@ -121,12 +121,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 def functions(mixer: Any, exact: bool) -> dict[str, Callable[..., Any]]:
     """Return those of FUNCTIONS with which a mixer computes; `exact` is True for float32 on a CPU."""
     limits = tuple(mixer.time_step_limit)
-    own = {"mamba2_split_conv1d_scan_combined": _unfused, STEP: partial(step, limits=limits)}
+    own: dict[str, Callable[..., Any]] = {
+        "mamba2_split_conv1d_scan_combined": _unfused,
+        STEP: partial(step, limits=limits),
+    }
     if exact:
         return FUNCTIONS | own
     return own if limits != UNLIMITED else {name: f for name, f in own.items() if name != STEP}
 
 
 def numbers(mixer: Any) -> int:
-    """Return how many numbers the recurrent state of one sequence has, beside the last inputs of the convolution."""
-    return mixer.num_heads * mixer.head_dim * mixer.ssm_state_size
+    """Return how many numbers the recurrent state of one sequence has."""
+    return int(mixer.num_heads * mixer.head_dim * mixer.ssm_state_size)

@@ -172,7 +172,7 @@ class Mixer(nn.Module):
 
     kind: ModuleType
     cache_name: str  # of forward's argument for a cache
-    plain: FunctionType  # transformers' own forward, without its decorators
+    plain: Any  # transformers' own forward, a function, without its decorators
     kv_view: Any = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -188,7 +188,7 @@ class Mixer(nn.Module):
     def mix(self, hidden: Tensor, state: State | None) -> Tensor:
         """Return the output [B, T, H] for whole sequences, or with a state of earlier tokens for one token per row."""
         exact = computing_dtype(hidden, hidden) == torch.float64
-        forward = _with_functions(self.plain, self.kind.functions(self, exact))
+        forward = _with_functions(type(self).plain, self.kind.functions(self, exact))
         with padded_layers(hidden.shape[:2].numel(), hidden.device), _Gates():
             out: Tensor = forward(self, hidden, **{self.cache_name: state})
         return out
@@ -255,7 +255,8 @@ def attach(model: Any) -> None:
     """
     for layer, mixer, kind in mixers(model):
         if not isinstance(mixer, Mixer):
-            mixer.__class__ = _subclass(type(mixer), kind)
+            own: Any = type(mixer)
+            mixer.__class__ = _subclass(own, kind)
             layer.register_forward_pre_hook(mixer.begin, with_kwargs=True)
             layer.register_forward_hook(mixer.end, always_call=True)
 
@@ -264,10 +265,12 @@ def has_states(config: Any) -> bool:
     return config.model_type in MIXERS
 
 
-def sequence_numbers(model: Any) -> int:
-    """Return how many numbers the states of one sequence have, in all layers of a model."""
-    count = 0
+def sequence_numbers(model: Any) -> tuple[int, int]:
+    """Return how many numbers the states of one sequence have in all layers of a model: recurrent states, and the last
+    inputs of convolutions.
+    """
+    recurrent = inputs = 0
     for _, mixer, kind in mixers(model):
-        weight = getattr(mixer, "conv1d", None) or mixer.conv
-        count += kind.numbers(mixer) + weight.in_channels * mixer.conv_kernel_size
-    return count
+        convolved = getattr(mixer, "conv1d", None) or mixer.conv
+        recurrent, inputs = recurrent + kind.numbers(mixer), inputs + convolved.in_channels * mixer.conv_kernel_size
+    return recurrent, inputs
