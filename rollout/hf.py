@@ -36,7 +36,14 @@ from rollout.sampling import (
     stop_tokens,
     token_ids,
 )
-from sparse_rl.attention.families import check_length, global_layers, policy_shape, refuse_states, windows_of
+from sparse_rl.attention.families import (
+    check_length,
+    global_layers,
+    policy_shape,
+    refuse_states,
+    state_layers,
+    windows_of,
+)
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views import map_of_caches
 from sparse_rl.attention.windows import WindowCache
@@ -52,7 +59,7 @@ from sparse_rl.models.weights import Identity, identify
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import Cache, make_cache
 from sparse_rl.progress import Stage
-from sparse_rl.states.mixers import States, has_states
+from sparse_rl.states.mixers import States
 from sparse_rl.trace import EvictionTrace
 from sparse_rl.trace.support import SupportRecord
 
@@ -215,7 +222,7 @@ class HFEngine:
         if context is not None:  # whose own experts are not recorded
             return cache_after(context.unrecorded() if has_experts(self.model) else context, windows)
         routers = RouterRecord(self.model.config.num_hidden_layers) if has_experts(self.model) else None
-        states = States() if has_states(self.model.config) else None
+        states = States() if state_layers(self.model.config) else None
         return map_of_caches(make_cache(self.policy), WindowCache(windows), routers, states)
 
     def _read(self, prompts: list[list[int]], cache: Cache) -> PrefilledPrompts:

@@ -8,7 +8,7 @@ from typing import Any
 from sparse_rl.config import show
 from sparse_rl.errors import UserError
 
-NO_STATES = "vLLM keeps layers with a state in a cache group of their own, which our plugin lacks"
+NO_STATES = "our vLLM plugin lacks hybrid families, whose layers with a state are a cache group of their own"
 NO_WINDOWS = "vLLM keeps layers with sliding windows in a cache group of their own, which our plugin lacks"
 
 # model_type -> reason why only the hf engine can sample from it; None means that vllm can, too
@@ -185,12 +185,12 @@ def _why_not(name: str, value: Any) -> str:
     if name == "quantization_config":
         kind = value.get("quant_method") if isinstance(value, Mapping) else getattr(value, "quant_method", None)
         return f"its weights are quantized ({kind or 'unknown'}); use the model's unquantized weights"
-    return f"{name} is {show(value)} in its config.json, with which nobody has tested it here"
+    return f"{name} is {show(value)} in its config.json, an attention that nobody has tested here"
 
 
 def refuse_states(config: Any, what: str, key: str | None = None) -> None:
     """Raise UserError, about the setting `key`, if a model has layers with a state, which `what` cannot follow."""
-    if config.model_type in HYBRID:
+    if state_layers(config):
         raise UserError(f"{what}, and {config.model_type} has layers with a state", key)
 
 

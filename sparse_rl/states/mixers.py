@@ -261,10 +261,6 @@ def attach(model: Any) -> None:
             layer.register_forward_hook(mixer.end, always_call=True)
 
 
-def has_states(config: Any) -> bool:
-    return config.model_type in MIXERS
-
-
 def sequence_numbers(model: Any) -> tuple[int, int]:
     """Return how many numbers the states of one sequence have in all layers of a model: recurrent states, and the last
     inputs of convolutions.

@@ -16,6 +16,7 @@ from dense_matched import dense_logprobs
 from eager import plain_logprobs, sampled_logprobs
 from hybrid import VARIANTS, build, hybrid, packed_logprobs, padded_logprobs, prompts
 from judging import gap, gradients, outcome, trainer_gap, weighted_sum, wrong_routes, wrong_traces
+from learned import learned_policy, with_scorers
 from policy_cases import PAGED, SAMPLED
 from tiny import policy_of
 
@@ -25,7 +26,13 @@ from sparse_rl.attention.families import HYBRID, cache_shape
 from sparse_rl.attention.interface import adopt
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.experts import has_experts
+from sparse_rl.methods.kvpop.config import BoundaryConfig, TargetConfig
+from sparse_rl.methods.kvpop.view import decisions_agree
+from sparse_rl.models.load import head_of
 from sparse_rl.states.mixers import MIXERS
+from sparse_rl.trace import TraceError
+from trainer.batch import Batch, Example
+from trainer.losses import ScorerLoss
 
 LENGTHS = (1, 2, 5, 9, 17, 30, 9)
 MIXED = [
@@ -166,3 +173,27 @@ def test_transformers_own_functions_are_the_control_of_ours(name: str) -> None:
         compute_exactly(True)
     assert trainer_gap(hybrid(name), rollouts) <= 1e-6
     assert outcome(own) != outcome(rollouts)
+
+
+@pytest.mark.parametrize("scorer", ["mlp", pytest.param("mlstm", marks=pytest.mark.slow)])
+def test_learned_policies_decide_in_sampler_and_trainer_alike(scorer: str) -> None:
+    """The view of a learned policy says where sequences begin. Control: one that does not is refused."""
+    policy = learned_policy(scorer, 12, window=4)
+    model = with_scorers(build("qwen3_next"), policy)
+    rollouts = make_engine("hf", model=model, policy=policy).generate(
+        prompts(4, 11, 28), SamplingConfig(24, seed=1, ignore_eos=True)
+    )
+    assert trainer_gap(model, rollouts) <= 1e-5
+    assert decisions_agree(model, policy.config, rollouts) >= 0.999
+    batch = Batch.make([Example.from_rollout(r) for r in rollouts], torch.device("cpu"))
+    loss = ScorerLoss(policy.config, TargetConfig(), BoundaryConfig(queries=8))
+    with torch.no_grad():
+        view = loss.view(model, *batch.sizes(), batch.ids.shape[1], kernel="gather")
+        assert view.states.spans == [(row, 0, len(r.trace)) for row, r in enumerate(rollouts)]
+        logits = head_of(model)(batch.hidden_under(model, view))
+        logprobs = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+        assert gap(list(logprobs.split([len(r.completion_ids) for r in rollouts])), rollouts) <= 1e-5
+        view = loss.view(model, *batch.sizes(), batch.ids.shape[1], kernel="gather")
+        view.states = None
+        with pytest.raises(TraceError, match="LearnedView does not say where sequences begin"):
+            batch.hidden_under(model, view)  # control

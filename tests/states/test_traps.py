@@ -143,9 +143,9 @@ def test_a_view_that_names_no_sequences_is_refused() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_vllm_is_refused_in_one_line(name: str) -> None:
     config = hybrid(name).config
-    assert "a cache group of their own, which our plugin lacks" in (family_only_hf(config) or "")
+    assert "our vLLM plugin lacks hybrid families, whose layers with a state" in (family_only_hf(config) or "")
     assert choose_engine(RolloutConfig(), config, (), True)[0] == "hf"
-    with pytest.raises(UserError, match=r"vLLM keeps layers with a state .* use the engine hf"):
+    with pytest.raises(UserError, match=r"plugin lacks hybrid families.* use the engine hf"):
         choose_engine(RolloutConfig(engine="vllm"), config, (), True)
 
 
