@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from eager import sampled_logprobs
-from hybrid import VARIANTS, build, hybrid, prompts
+from hybrid import SIZE, VARIANTS, build, hybrid, prompts
 from judging import trainer_gap, wrong_traces
 from planned import GRPO, plan
 from tiny import new_model, policy_of
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from rollout import SamplingConfig, make_engine
 from rollout.config import RolloutConfig
@@ -25,7 +25,7 @@ from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.experts import has_experts
 from sparse_rl.kernels.exact import sdpa
 from sparse_rl.methods.triattention.policy import measure_centres
-from sparse_rl.models.load import head_of
+from sparse_rl.models.load import head_of, load_model
 from sparse_rl.recipe import make_recipe
 from sparse_rl.states import mamba2, mixers
 from sparse_rl.states.mixers import State
@@ -238,3 +238,27 @@ def test_doctor_counts_states() -> None:
     assert "as much as 3,168 entries of the cache" in item.note
     dense = plan(recipe, new_model("qwen3").config)
     assert not any(item.name.startswith("states of") for item in dense.items)  # control
+
+
+def test_the_text_part_of_a_qwen3_5_directory_is_used(tmp_path: Path) -> None:
+    """Its logits are those of the multimodal model, and a saved model is a text model. Control: other weights."""
+    text = {**SIZE, **VARIANTS["qwen3_5_text"], "vocab_size": 64}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5Config(text_config={**text, "rope_parameters": rope}, vision_config=vision)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = Qwen3_5ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    ids = torch.tensor(prompts(20))
+    model = load_model(tmp_path / "whole").eval()
+    assert model.config.model_type == "qwen3_5_text"
+    with torch.no_grad():
+        wanted = whole(input_ids=ids).logits
+        assert (model(input_ids=ids).logits - wanted).abs().max() <= 1e-5
+        model.save_pretrained(tmp_path / "saved")
+        again = load_model(tmp_path / "saved").eval()
+        assert (again(input_ids=ids).logits - wanted).abs().max() <= 1e-5
+        again.get_decoder().layers[0].linear_attn.conv1d.weight.zero_()
+        assert (again(input_ids=ids).logits - wanted).abs().max() >= 1e-4  # control
+    assert trainer_gap(model, rollouts_of(model)) <= 1e-5
