@@ -261,7 +261,7 @@ def states(family: str, form: str, length: int) -> dict[str, Any]:
         by_token = gaps(model, rollouts).view(4, -1)
     finally:
         kind.functions = plain
-    ends = [n for n in (64, 1024, 4096) if n <= length]
+    ends = [n for n in (64, 256, 1024, 4096) if n <= length]
     return {"mean": float(by_token.mean()), **{f"largest of {n}": float(by_token[:, :n].max()) for n in ends}}
 
 

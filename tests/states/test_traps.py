@@ -1,4 +1,4 @@
-"""What a hybrid family computes otherwise, or cannot do: traps of transformers' code, refusals, memory."""
+"""Hybrid families: traps of transformers' code, what is refused, and how states are counted."""
 
 from __future__ import annotations
 
