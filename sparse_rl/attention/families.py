@@ -188,7 +188,7 @@ def _why_not(name: str, value: Any) -> str:
     return f"{name} is {show(value)} in its config.json, an attention that nobody has tested here"
 
 
-def refuse_states(config: Any, what: str, key: str | None = None) -> None:
+def refuse_states(config: Any, what: str, key: str = "model") -> None:
     """Raise UserError, about the setting `key`, if a model has layers with a state, which `what` cannot follow."""
     if state_layers(config):
         raise UserError(f"{what}, and {config.model_type} has layers with a state", key)

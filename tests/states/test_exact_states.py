@@ -197,3 +197,18 @@ def test_learned_policies_decide_in_sampler_and_trainer_alike(scorer: str) -> No
         view.states = None
         with pytest.raises(TraceError, match="LearnedView does not say where sequences begin"):
             batch.hidden_under(model, view)  # control
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "granite_nope"])
+def test_long_completions_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 tokens. Control: transformers' own functions exceed the bound."""
+    engine = make_engine("hf", model=hybrid(name), policy=policy_of("gkv", budget=64, window=8, period=32))
+
+    def gap_of(tokens: int) -> float:
+        sampling = SamplingConfig(max_tokens=tokens, seed=1, ignore_eos=True)
+        return trainer_gap(hybrid(name), engine.generate(prompts(9, 70, 33, 50), sampling))
+
+    assert gap_of(4096) <= 1e-5
+    monkeypatch.setattr(MIXERS[VARIANTS[name].get("model_type", name)][1], "functions", lambda mixer, exact: {})
+    assert gap_of(1024) > 1e-5  # control
