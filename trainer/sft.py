@@ -30,8 +30,8 @@ class ResumableSFTTrainer(Resumable, trl.SFTTrainer):
         with text_parts(sft_trainer):
             super().__init__(*args, **kwargs)
         model: Any = base_of(self.model)
-        args: Any = self.args
-        if args.packing or args.padding_free:
+        own: Any = self.args
+        if own.packing or own.padding_free:
             refuse_states(model.config, "the texts of a packed row would share one state", "packing")
         if not has_experts(model):  # its config.json may still have the keys of experts
             self.aux_loss_enabled = False
