@@ -10,6 +10,8 @@ experts          the gap with and without the recorded experts, and the choices 
                  a factor of about 1 + 1e-7. `quickstart`: each of its MLPs became 8 experts, with noise of 20 %
 gradient_dtype   |error| / |gradient| of a gradient that DeepSpeed adds up in float32 or in the weights' bfloat16, over
                  16 micro-batches of each of two processes; the reference adds up the same gradients in float64
+states           the gap by the number of sampled tokens in hybrid models of random weights under gkv, if layers with a
+                 state compute as transformers does, and as ours do with the state in float32 or float64
 siege            the reward `code` under attack: hostile programs among honest ones, 8 at a time
 """
 
@@ -222,6 +224,47 @@ def gradient_dtype(stage: int, dtype: str) -> dict[str, float]:
 # ---- programs -------------------------------------------------------------------------------------------------------
 
 
+def states(family: str, form: str, length: int) -> dict[str, Any]:
+    """Measure 4 completions of random tokens. The attention is exact in each form."""
+    sys.path.append(str(ROOT / "tests"))
+    from hybrid import hybrid, prompts
+
+    from sparse_rl.states import convolution, delta, mamba2
+
+    kind = {"qwen3_next": delta, "granite_nope": mamba2, "lfm2": convolution}[family]
+    plain = kind.functions
+
+    def functions(mixer: Any, exact: bool) -> dict[str, Any]:
+        used = dict(plain(mixer, exact))
+        if form == "transformers":
+            return {}
+        if form == "float32 state" and kind is delta:
+            used["torch_recurrent_gated_delta_rule"] = rounded_delta
+        if form == "float32 state" and kind is mamba2:
+            used[mamba2.STEP] = lambda state, *args, **more: rounded_mamba(plain(mixer, True), state, *args, **more)
+        return used
+
+    def rounded_delta(*args: Any, initial_state: Tensor, **more: Any) -> Any:
+        out, state = delta.step(*args, initial_state=initial_state.float(), **more)
+        return out, state.float().double()
+
+    def rounded_mamba(used: dict[str, Any], state: Tensor, *args: Any, **more: Any) -> Tensor:
+        state.copy_(state.float())
+        out: Tensor = used[mamba2.STEP](state, *args, **more)
+        state.copy_(state.float())
+        return out
+
+    model, kind.functions = hybrid(family), functions
+    try:
+        engine = make_engine("hf", model=model, policy={"policy": "gkv", "budget": 64, "window": 8, "period": 32})
+        rollouts = engine.generate(prompts(9, 70, 33, 50), SamplingConfig(length, seed=1, ignore_eos=True))
+        by_token = gaps(model, rollouts).view(4, -1)
+    finally:
+        kind.functions = plain
+    ends = [n for n in (64, 256, 1024, 4096) if n <= length]
+    return {"mean": float(by_token.mean()), **{f"largest of {n}": float(by_token[:, :n].max()) for n in ends}}
+
+
 def siege(per_class: int, honest: int) -> dict[str, Any]:
     """Count what attacks achieved, with a limit of 1 second of processor time for a test."""
     sys.path.append(str(ROOT / "tests/rewards"))
@@ -241,6 +284,7 @@ def siege(per_class: int, honest: int) -> dict[str, Any]:
     }
 
 
+HYBRIDS, FORMS = ("lfm2", "qwen3_next", "granite_nope"), ("transformers", "float32 state", "float64")
 MODELS = {"quickstart": str(QUICKSTART), "stories": os.environ.get("STORIES", "")}
 CASES = {
     "gap": Case(
@@ -259,6 +303,11 @@ CASES = {
     ),
     "gradient_dtype": Case(
         gradient_dtype, ("stage", "dtype"), [(stage, dtype) for stage in (1, 2, 3) for dtype in ("float32", "weights")]
+    ),
+    "states": Case(
+        states,
+        ("family", "form", "tokens"),
+        [("lfm2", "transformers", 64), *((f, form, n) for n in (1024, 4096) for f in HYBRIDS for form in FORMS)],
     ),
     "siege": Case(siege, ("per class", "honest programs"), [(1, 20), (45, 200)]),
 }

@@ -38,7 +38,14 @@ from rollout.sampling import (
     stop_tokens,
     token_ids,
 )
-from sparse_rl.attention.families import check_length, global_layers, policy_shape, windows_of
+from sparse_rl.attention.families import (
+    check_length,
+    global_layers,
+    policy_shape,
+    refuse_states,
+    state_layers,
+    windows_of,
+)
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.views import map_of_caches
 from sparse_rl.attention.windows import WindowCache
@@ -54,8 +61,11 @@ from sparse_rl.models.weights import Identity, identify
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import Cache, make_cache
 from sparse_rl.progress import Stage
+from sparse_rl.states.mixers import States
 from sparse_rl.trace import EvictionTrace
 from sparse_rl.trace.support import SupportRecord
+
+NO_STATES_OF_CONTEXTS = "a compacted context holds no states"
 
 
 @dataclass
@@ -198,6 +208,7 @@ class HFEngine:
         """Prefill a context and compute its reference queries, from which compactions of any size can be made, in
         several parts if `config` says so. Arguments are those of `compact`.
         """
+        refuse_states(self.model.config, NO_STATES_OF_CONTEXTS)
         (tokens,) = token_ids([tokens], self.model.config.vocab_size)
         prompts = prompts or ContextPrompts()
         token_ids([*prompts.requests, *filter(None, (prompts.repeat, prompts.questions))], self.model.config.vocab_size)
@@ -226,8 +237,9 @@ class HFEngine:
         windows = windows_of(self.model.config)
         if context is not None:  # whose own experts are not recorded
             return cache_after(context.unrecorded() if has_experts(self.model) else context, windows)
-        routers = RouterRecord(len(windows)) if has_experts(self.model) else None
-        return map_of_caches(make_cache(self.policy), WindowCache(windows), routers)
+        routers = RouterRecord(self.model.config.num_hidden_layers) if has_experts(self.model) else None
+        states = States() if state_layers(self.model.config) else None
+        return map_of_caches(make_cache(self.policy), WindowCache(windows), routers, states)
 
     def _read(self, prompts: list[list[int]], cache: Cache) -> PrefilledPrompts:
         """Run the prompts through the model, in pieces of `cache.piece` tokens if the cache sets a piece length."""
@@ -263,6 +275,7 @@ class HFEngine:
     def check_context(self, context: Context) -> None:
         """Raise UserError if the context was made by another model."""
         config = self.model.config
+        refuse_states(config, NO_STATES_OF_CONTEXTS)
         context.check_model(policy_shape(config), windows_of(config), self.identity)
 
     def _run(
@@ -374,7 +387,7 @@ class HFEngine:
         """
         cache = type(rows[0].request.held.cache).joined([row.request.held.cache for row in rows])
         chunks = [row.request.prompt[seen:] for row, seen in zip(rows, cache.seen, strict=True)]
-        if not self.policy.reads_chunks:
+        if not self.policy.reads_chunks or state_layers(self.model.config):  # a state steps from token to token
             for row, chunk in zip(rows, chunks, strict=True):
                 row.unread = chunk[1:] if row.finish_reason is None else []
             return cache, self._feed([chunk[0] for chunk in chunks], [row.finish_reason is None for row in rows], cache)

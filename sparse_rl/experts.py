@@ -110,6 +110,8 @@ class RouterReplay:
 
         `logits` are the router's, [T, experts]. Raises TraceError if the record does not fit the model.
         """
+        if layer >= len(self.routed):
+            raise TraceError(f"routed has {len(self.routed)} layers, but the model has experts in layer {layer}")
         recorded = self.routed[layer].to(self.device, non_blocking=True).to(own.dtype).flatten(0, 1)
         if recorded.shape != own.shape or self.highest[layer] >= logits.shape[-1]:
             chose = f"its router chose {list(own.shape)} of {logits.shape[-1]} experts"
@@ -135,6 +137,10 @@ def _sigmoid(router: Any, logits: Tensor, chosen: Tensor, dtype: torch.dtype) ->
     return (weights * router.routed_scaling_factor).to(dtype)
 
 
+def _softmax_over_chosen(router: Any, logits: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    return logits.gather(-1, chosen).softmax(-1).to(dtype)
+
+
 # model_type -> function from (router, logits [T, experts], chosen [T, K], dtype) to the factors of the chosen experts,
 # float [T, K]. It uses the family's own operations, so that equal choices have equal bits.
 WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor, torch.dtype], Tensor]] = {
@@ -143,6 +149,8 @@ WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor, torch.dtype], Tensor]] = {
     "mixtral": _softmax_over_all,
     "olmoe": _softmax_over_all,
     "glm4_moe": _sigmoid,
+    "qwen3_next": _softmax_over_all,
+    "granitemoehybrid": _softmax_over_chosen,
 }
 
 
@@ -150,8 +158,9 @@ def routers(model: Any) -> Iterator[tuple[int, nn.Module, Any]]:
     """Yield (index of the layer, decoder layer, router) for each layer with experts."""
     if model.config.model_type in WEIGHTS:
         for index, layer in enumerate(model.get_decoder().layers):
-            if hasattr(layer.mlp, "experts"):
-                yield index, layer, layer.mlp.gate
+            block: Any = getattr(layer, "block_sparse_moe", None) or getattr(layer, "mlp", None)
+            if hasattr(block, "experts"):
+                yield index, layer, block.router if hasattr(block, "router") else block.gate
 
 
 def has_experts(model: Any) -> bool:
@@ -175,11 +184,18 @@ def attach(model: Any) -> None:
         layer.register_forward_pre_hook(router.routes.begin, with_kwargs=True)
         layer.register_forward_hook(router.routes.end, always_call=True)
         router.register_forward_hook(router.routes.choose)
+        if (gate := getattr(getattr(layer, "mlp", None), "shared_expert_gate", None)) is not None:
+            gate.register_forward_hook(_repeat)
     if has_experts(model):
         model.set_experts_implementation(EXPERTS)
     # The model would compute a balancing loss from NO_MASK, which marks no token. Dense models may have this key, too.
     if getattr(model.config, "output_router_logits", False):
         model.config.output_router_logits = False
+
+
+def _repeat(gate: nn.Linear, args: Any, output: Tensor) -> Tensor:
+    """Repeat a gate [T, 1] for each number that it multiplies: a CPU's sigmoid rounds otherwise for few numbers."""
+    return output if output.device.type != "cpu" else output.expand(-1, gate.in_features).contiguous()
 
 
 class Routes:
@@ -197,12 +213,17 @@ class Routes:
         self.routers = None
 
     def choose(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
-        """Replace the router's output (logits, weights, choices) by the replayed choices; None keeps the output."""
+        """Replace the router's output (logits, weights, choices), which Granite has in the reverse order, by the
+        replayed choices; None keeps the output.
+        """
         if self.routers is None:
             return None
-        logits, weights, own = output
+        order = 1 if output[0].is_floating_point() else -1
+        logits, weights, own = output[::order]
         chosen = self.routers.route(self.layer, own, logits)
-        return None if chosen is own else (logits, self.weights_of(router, logits, chosen, weights.dtype), chosen)
+        if chosen is own:
+            return None
+        return (logits, self.weights_of(router, logits, chosen, weights.dtype), chosen)[::order]
 
 
 def balancing_loss(routed: Mapping[int, tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:

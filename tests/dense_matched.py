@@ -15,6 +15,7 @@ from sparse_rl.experts import RouterReplay
 from sparse_rl.kernels.masked import dense_attention
 from sparse_rl.methods.am.match import Block, refit
 from sparse_rl.methods.am.sections import ContextRecord, Record, fitted_parts
+from sparse_rl.states.mixers import Sequences
 from sparse_rl.trace import EvictionTrace, policy_part
 
 
@@ -37,6 +38,7 @@ def dense_logprobs(
         layers = [layer for layer, window in enumerate(windows) if window]
         of_windows = DenseView(EvictionTrace(trace.evict_at[layers], validate=trace.validate), device)
     view = LayerMap(of_policy, places(of_policy, of_windows, windows))
+    view.states = Sequences.right_padded([ids.shape[1]])
     if "routed" in trace.further:
         view.routers = RouterReplay(trace.further["routed"][:, None], device)
     logits = model(input_ids=ids, attention_mask=NO_MASK, kv_view=view, use_cache=False).logits

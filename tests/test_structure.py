@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sparse_rl", "rollout", "trainer", "rewards")
-CORE = ("trace", "policies", "methods", "matching", "kernels", "experts", "attention", "models", "data")
+CORE = ("trace", "policies", "methods", "matching", "kernels", "experts", "states", "attention", "models", "data")
 BASE = (  # they import at most one another
     *("errors", "clock", "config", "files", "lazy", "metrics", "progress", "source", "temporary"),
 )
@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "data": ("configurations", "models"),  # converters count tokens with a model's tokenizer
     "matching": ("methods",),
     "experts": ("trace", "kernels"),
-    "attention": ("configurations", "trace", "kernels", "experts"),
+    "states": ("trace", "kernels"),
+    "attention": ("configurations", "trace", "kernels", "experts", "states"),
     "policies": ("configurations", "attention", "kernels", "trace"),
     "methods": ("configurations", "attention", "kernels", "policies", "trace"),
     "models": ("configurations", "policies", "methods", "attention"),
@@ -66,6 +67,7 @@ SIZES = {
     "sparse_rl.methods.triattention.config": "the settings of a method, read without torch",
     "sparse_rl.commands.calibrate": "a command",
     "sparse_rl.source": "what a release changes",
+    "sparse_rl.states.convolution": "a kind of mixer",
     "sparse_rl.temporary": "commands and launched processes share it, and nothing else",
 }
 # Modules of the recipe that build what a run needs, and are imported only when it is built.

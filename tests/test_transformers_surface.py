@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt
+from sparse_rl.states import delta, mamba2
 
 DOCUMENT = Path(__file__).parents[1] / "docs/internals.md"
 HELD = {
@@ -29,6 +30,8 @@ HELD = {
     *("conversion_mapping.get_model_conversion_mapping", "conversion_mapping.get_checkpoint_conversion_mapping"),
     *("convert_peft_config_for_transformers", "PreTrainedModel._weight_conversions"),
     "modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    *delta.FUNCTIONS,
+    *mamba2.FUNCTIONS,
 }
 
 

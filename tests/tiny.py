@@ -42,6 +42,15 @@ TINY = {
 HEADS_OF_32 = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 2048}
 FOLDER = TemporaryDirectory(prefix="tiny-")
 YARN = {"rope_type": "yarn", "factor": 256.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}
+MIXED = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "pad_token_id": None}
+DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **MIXED,
+}
+MAMBA = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2},
+    **{"mamba_chunk_size": 16, "num_hidden_layers": 4, "pad_token_id": None},
+}
 OWN: dict[str, dict[str, Any]] = {  # settings of single families, with values other than 1 for all factors
     "llama": {"attention_bias": True},
     "mistral": {"sliding_window": None},
@@ -76,6 +85,23 @@ OWN: dict[str, dict[str, Any]] = {  # settings of single families, with values o
             "tie_word_embeddings": True,
         },
     },
+    "qwen3_next": {
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+        **{"shared_expert_intermediate_size": 32, **DELTA},
+    },
+    "qwen3_5_text": DELTA,
+    "olmo_hybrid": DELTA,
+    "granitemoehybrid": {
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 48, "logits_scaling": 3.0},
+        **{"attention_multiplier": 0.5, "residual_multiplier": 0.7, "embedding_multiplier": 4.0, **MAMBA, **MIXED},
+    },
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "lm_head_multiplier": 0.5, "num_hidden_layers": 2},
+    "nemotron_h": {
+        **{"layers_block_type": ["linear_attention", "full_attention", "mlp"] * 2, "num_hidden_layers": 6},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16},
+    },
+    "lfm2": {**MIXED, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "olmo3": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": None},
 }
 
@@ -89,7 +115,7 @@ def new_model(family: str, seed: int = 0, **overrides: Any) -> Any:
         for name, weight in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 weight.data.add_(0.1 * torch.randn_like(weight))
-            if name.endswith("mlp.gate.weight"):  # of a router; some families initialise it to 0
+            if name.endswith(("mlp.gate.weight", "router.weight")):  # of a router; some families initialise it to 0
                 weight.data.normal_(0, 0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from trl.trainer import sft_trainer
 
 from rollout.engine import SamplingConfig, make_engine
+from sparse_rl.attention.families import refuse_states
 from sparse_rl.attention.interface import adopt
 from sparse_rl.data.synthetic import grade
 from sparse_rl.data.tokens import prompt_ids
@@ -29,6 +30,9 @@ class ResumableSFTTrainer(Resumable, trl.SFTTrainer):
         with text_parts(sft_trainer):
             super().__init__(*args, **kwargs)
         model: Any = base_of(self.model)
+        own: Any = self.args
+        if own.packing or own.padding_free:
+            refuse_states(model.config, "the texts of a packed row would share one state", "packing")
         if not has_experts(model):  # its config.json may still have the keys of experts
             self.aux_loss_enabled = False
             if hasattr(model.config, "output_router_logits"):

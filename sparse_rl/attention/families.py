@@ -8,6 +8,7 @@ from typing import Any
 from sparse_rl.config import show
 from sparse_rl.errors import UserError
 
+NO_STATES = "our vLLM plugin lacks hybrid families, whose layers with a state are a cache group of their own"
 NO_WINDOWS = "vLLM keeps layers with sliding windows in a cache group of their own, which our plugin lacks"
 
 # model_type -> reason why only the hf engine can sample from it; None means that vllm can, too
@@ -31,10 +32,18 @@ FAMILIES: dict[str, str | None] = {
     "mixtral": None,
     "olmoe": None,
     "glm4_moe": None,
+    "qwen3_next": NO_STATES,
+    "qwen3_5_text": NO_STATES,
+    "olmo_hybrid": NO_STATES,
+    "granitemoehybrid": NO_STATES,
+    "bamba": NO_STATES,
+    "nemotron_h": NO_STATES,
+    "falcon_h1": NO_STATES,
+    "lfm2": NO_STATES,
 }
 
 # model_type of a multimodal model whose text part is used -> its class, in `architectures` of config.json
-MULTIMODAL = {"gemma3": "Gemma3ForConditionalGeneration"}
+MULTIMODAL = {"gemma3": "Gemma3ForConditionalGeneration", "qwen3_5": "Qwen3_5ForConditionalGeneration"}
 
 # Settings that every family must have: transformers or vLLM reads them, and another value is another attention.
 REQUIRED: dict[str, Any] = {
@@ -44,6 +53,7 @@ REQUIRED: dict[str, Any] = {
         ("attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size", "quantization_config")
     ),
     **dict.fromkeys(("num_kv_shared_layers", "is_heterogeneous")),
+    "mamba_rms_norm": False,  # transformers' norm of a single token in Falcon-H1 has a wrong shape
 }
 
 # Settings that only one of transformers and vLLM reads, with the value under which both compute the same. With another
@@ -83,8 +93,11 @@ WINDOWED = ("qwen2", "qwen3", "qwen2_moe", "smollm3", "olmo3", "gemma3_text")
 WHOLE_WINDOWED = ("mistral", "ministral3", "phi3", "mixtral", "starcoder2", "qwen3_moe")  # one window for all layers
 SLIDING = "sliding_attention"  # in `layer_types`: a layer whose queries see the last `sliding_window` tokens
 
+HYBRID = tuple(family for family, why in FAMILIES.items() if why == NO_STATES)  # sparse_rl/states has their mixers
+WITHOUT_KEYS = ("linear_attention", "conv", "mlp", "moe")  # in `layer_types`: layers that hold no keys and values
+
 WINDOWS = "its sliding-window layers have not been tested"
-STATE = "it has layers with a recurrent state, which is no KV cache and cannot be evicted"
+STATE = "it has only layers with a recurrent state, which is no KV cache and cannot be evicted"
 LATENT = "its latent attention (MLA) has no keys and values of single heads"
 SEVERAL = "it reads images or sound, and only text is supported"
 
@@ -97,15 +110,20 @@ MISSING: dict[str, str] = {
     "gpt_oss": "its attention sinks are not replayed",
     "llama4_text": "its chunked attention is not replayed",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), LATENT),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "jamba", "bamba", "mamba", "mamba2"), STATE),
-    **dict.fromkeys(("zamba2", "falcon_h1", "falcon_mamba", "granitemoehybrid", "nemotron_h", "lfm2"), STATE),
-    **dict.fromkeys(("recurrent_gemma", "rwkv", "minimax", "kimi_linear", "qwen3_5", "qwen3_5_moe"), STATE),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv"), STATE),
+    **dict.fromkeys(("qwen3_5_moe_text", "lfm2_moe"), "the experts of this hybrid family have not been tested"),
+    "jamba": "its layers with a state are of Mamba 1, whose steps have not been made exact",
+    "zamba2": "its layers share one attention, whose keys and values differ in each of its uses",
+    "minimax": "its lightning attention has not been made exact",
+    "kimi_linear": "its attention is latent (MLA), and its delta rule, with a decay for each channel, is not exact",
+    "recurrent_gemma": "its recurrent layers (RG-LRU) have not been made exact, and its attention has sliding windows",
     **dict.fromkeys(("gemma3n", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), SEVERAL),
 }
 
 LAYER_KINDS = {  # entries of layer_types -> what is missing for a layer of that kind
     SLIDING: "it has sliding-window layers, which its family is not known to have",
     "chunked_attention": "it has layers with chunked attention",
+    "moe": "its experts have not been tested",
     **dict.fromkeys(
         ("linear_attention", "mamba", "conv", "recurrent", "hybrid"), "it has layers with a recurrent state"
     ),
@@ -142,11 +160,14 @@ def check_replayable(config: Any, model: str = "the model") -> None:
         families = ", ".join(FAMILIES)
         parts = any(hasattr(config, name) for name in ("vision_config", "audio_config"))
         why = MISSING.get(config.model_type, SEVERAL if parts else f"the supported families are {families}")
-        kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [""]
-        if why == STATE and {*kinds} <= {"attention", "full_attention"}:
-            why = "the family has not been tested"
         raise UserError(f"{model} is of type {config.model_type!r}, which cannot be replayed: {why}", "model")
-    supported = ("full_attention", SLIDING) if config.model_type in WINDOWED else ("full_attention",)
+    supported: tuple[str, ...] = ("full_attention", SLIDING) if config.model_type in WINDOWED else ("full_attention",)
+    if config.model_type in HYBRID:
+        supported = ("full_attention", "hybrid", "linear_attention", "conv", "mlp")
+    if not recorded_layers(config):
+        raise UserError(
+            f"{model} cannot be replayed: no layer has keys and values, so there is nothing to evict", "model"
+        )
     for kind in getattr(config, "layer_types", None) or []:
         if kind not in supported:
             why = LAYER_KINDS.get(kind, f"it has layers of the unknown kind {show(kind)}")
@@ -165,6 +186,12 @@ def _why_not(name: str, value: Any) -> str:
         kind = value.get("quant_method") if isinstance(value, Mapping) else getattr(value, "quant_method", None)
         return f"its weights are quantized ({kind or 'unknown'}); use the model's unquantized weights"
     return f"{name} is {show(value)} in its config.json, an attention that nobody has tested here"
+
+
+def refuse_states(config: Any, what: str, key: str = "model") -> None:
+    """Raise UserError, about the setting `key`, if a model has layers with a state, which `what` cannot follow."""
+    if state_layers(config):
+        raise UserError(f"{what}, and {config.model_type} has layers with a state", key)
 
 
 def check_noises(config: Any, model: str = "the model") -> None:
@@ -215,18 +242,33 @@ def ropes(config: Any) -> list[Mapping[str, Any]]:
     return [part for part in settings.values() if isinstance(part, Mapping)] or [settings]
 
 
+def _kinds(config: Any) -> list[str]:
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+
+
+def recorded_layers(config: Any) -> list[int]:
+    """Return the indices of the layers that hold keys and values: these are the layers of a trace, in this order."""
+    return [layer for layer, kind in enumerate(_kinds(config)) if kind not in WITHOUT_KEYS]
+
+
+def state_layers(config: Any) -> list[int]:
+    """Return the indices of the layers that hold a state (sparse_rl/states), among them those that hold keys, too."""
+    return [i for i, kind in enumerate(_kinds(config)) if kind in ("linear_attention", "conv", "hybrid")]
+
+
 def windows_of(config: Any) -> list[int]:
-    """Return the sliding window of each layer in tokens, the query's own included; 0 for a layer without a window.
+    """Return the sliding window of each recorded layer in tokens, the query's own included; 0 for a layer without one.
 
     A query at position q of a layer with the window W sees the tokens after position q - W.
     """
-    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    return [config.sliding_window if kind == SLIDING else 0 for kind in kinds]
+    kinds = _kinds(config)
+    return [config.sliding_window if kinds[layer] == SLIDING else 0 for layer in recorded_layers(config)]
 
 
 def global_layers(config: Any) -> list[int]:
-    """Return the indices of the layers without a sliding window. Cache policies act on these layers alone."""
-    return [layer for layer, window in enumerate(windows_of(config)) if not window]
+    """Return the indices in the model of the recorded layers without a sliding window, on which cache policies act."""
+    layers = zip(recorded_layers(config), windows_of(config), strict=True)
+    return [layer for layer, window in layers if not window]
 
 
 def is_text_part(config: Any) -> bool:
@@ -240,6 +282,8 @@ def family_only_hf(config: Any) -> str | None:
     reasons = ["vLLM would load all parts of the multimodal model"] if is_text_part(config) else []
     if any(windows_of(config)):
         reasons.append(NO_WINDOWS)
+    if family in HYBRID:
+        reasons.append(NO_STATES)
     for name, alike in {**EVERY_FAMILY, **READ_BY_ONE.get(family, {})}.items():
         value = getattr(config, name, alike)
         if alike is not ANY and value != alike and (value or alike):  # null, false and 0 are alike
@@ -261,13 +305,13 @@ def family_only_hf(config: Any) -> str | None:
 
 
 def cache_shape(config: Any) -> tuple[int, int, int]:
-    """Return the number of layers, the number of kv heads, and the head dimension of a model's KV cache."""
+    """Return the number of recorded layers, of kv heads, and the head dimension of a model's KV cache."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, config.num_key_value_heads, head_dim
+    return len(recorded_layers(config)), config.num_key_value_heads, head_dim
 
 
 def policy_shape(config: Any) -> tuple[int, int, int]:
-    """Return the number of global layers, of kv heads, and the head dimension: where cache policies act."""
+    """Return the number of `global_layers`, of kv heads, and the head dimension: where cache policies act."""
     _, kv_heads, head_dim = cache_shape(config)
     return len(global_layers(config)), kv_heads, head_dim
 

@@ -19,9 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from sparse_rl.attention.families import check_length, check_noises, check_replayable
+from sparse_rl.attention.families import check_length, check_noises, check_replayable, recorded_layers
 from sparse_rl.errors import UserError
 from sparse_rl.experts import attach
+from sparse_rl.states import mixers
 from sparse_rl.trace import TraceError
 
 ATTENTION = "sparse_rl"
@@ -37,13 +38,14 @@ class KVView(Protocol):
 
     policy: Any = None  # the cache policy that decides; None if nothing is decided
     routers: Any = None  # records or replays the choices of the model's routers (sparse_rl/experts.py)
+    states: Any = None  # calls the model's layers with a state (sparse_rl/states/mixers.py)
     # called with the arguments of `attend` before the attention of each layer
     observe: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Compute the attention of one layer over the tokens that the queries see. Returns the output [B, Hq, T, D].
 
-        layer : index of the layer in the model, from 0
+        layer : index of the layer among those of the model that hold keys and values (`recorded_layers`), from 0
         query : [B, Hq, T, D], after RoPE
         key, value : [B, Hkv, T, D] of the same tokens, keys after RoPE; a cache adds them to its entries
         scaling : the factor on q . k
@@ -104,7 +106,8 @@ def attention_forward(
     if dropout:
         raise UserError(f"attention dropout {dropout} cannot be replayed; set attention_dropout to 0 in the model")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    arguments = cast(int, module.layer_idx), query, key, value, scaling
+    layer = recorded_layers(module.config).index(cast(int, module.layer_idx))
+    arguments = layer, query, key, value, scaling
     if kv_view.observe is not None:
         kv_view.observe(*arguments)
     return kv_view.attend(*arguments).transpose(1, 2).contiguous(), None
@@ -117,14 +120,16 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
     """Switch a model to our attention function, so that its forward accepts `kv_view`; return the same model.
 
-    The routers of a mixture of experts are connected to `kv_view`, too (sparse_rl/experts.py). A second call
-    changes nothing. Raises UserError if the model's attention cannot be replayed (`check_replayable`).
+    The routers of a mixture of experts (sparse_rl/experts.py) and the layers with a state (sparse_rl/states/mixers.py)
+    are connected to `kv_view`, too. A second call changes nothing. Raises UserError if the model's attention cannot be
+    replayed (`check_replayable`).
     """
     check_replayable(model.config)
     check_noises(model.config)
     if model.config._attn_implementation != ATTENTION:
         model.set_attn_implementation(ATTENTION)
     attach(model)
+    mixers.attach(model)
     return model
 
 

@@ -13,6 +13,7 @@ from sparse_rl.attention.families import cache_shape
 from sparse_rl.attention.interface import NO_MASK, KVView, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.views import make_view
 from sparse_rl.errors import UserError
+from sparse_rl.states.mixers import Sequences
 from sparse_rl.trace import EvictionTrace, Supports
 
 
@@ -93,4 +94,5 @@ def replay_logprobs(
 def read_under(view: KVView, model: PreTrainedModel, rollout: Sampled) -> None:
     """Run a model over the tokens of one rollout under a view, for what the view then knows."""
     ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]], device=next(model.parameters()).device)
+    view.states = Sequences.right_padded([ids.shape[1]])
     model.get_decoder()(input_ids=ids, attention_mask=NO_MASK.to(ids.device), kv_view=view, use_cache=False)

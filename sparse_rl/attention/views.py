@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,6 +28,7 @@ from sparse_rl.kernels.exact import sdpa
 from sparse_rl.kernels.flex import Tiles, padded, tiles_bytes, tiles_of
 from sparse_rl.kernels.masked import masked_attention
 from sparse_rl.methods.config import CONFIGS
+from sparse_rl.states.mixers import Sequences, States
 from sparse_rl.trace import EvictionTrace, TraceError, batch_traces, pinned, policy_part
 
 KEPT = 2**27  # bytes of the tiles of a block of layers; one layer may have more
@@ -137,13 +139,23 @@ class LayerMap(KVView):
 
 
 class CacheMap(LayerMap):
-    """The caches of all layers, and the record of the routers' choices. Implements `Cache` (policies/cache.py)."""
+    """The caches of all layers, the record of the routers' choices, and the states of layers that have one.
+
+    Implements `Cache` (policies/cache.py).
+    """
 
     routers: RouterRecord | None = None
+    states: States | None = None
 
-    def __init__(self, of_policy: Any, of_layer: Mapping[int, Place], routers: RouterRecord | None = None) -> None:
+    def __init__(
+        self,
+        of_policy: Any,
+        of_layer: Mapping[int, Place],
+        routers: RouterRecord | None = None,
+        states: States | None = None,
+    ) -> None:
         super().__init__(of_policy, of_layer)
-        self.routers, self.past, self.piece = routers, of_policy.past, of_policy.piece
+        self.routers, self.states, self.past, self.piece = routers, states, of_policy.past, of_policy.piece
         # each cache once, in the order of its first layer
         self.parts = list({id(part): part for part, _ in of_layer.values()}.values())
 
@@ -162,6 +174,8 @@ class CacheMap(LayerMap):
             part.begin_prefill(prompt_lengths, device)
         if self.routers is not None:
             self.routers.begin_prefill(self.seen)
+        if self.states is not None:
+            self.states.begin_prefill(prompt_lengths)
 
     def begin_chunk(self, counts: Sequence[int], device: torch.device) -> None:
         for part in self.parts:
@@ -174,28 +188,34 @@ class CacheMap(LayerMap):
             part.begin_decode(active, device)
         if self.routers is not None:
             self.routers.begin_chunk(self.seen, list(map(int, active)), device)
+        if self.states is not None:
+            self.states.begin_decode()
 
     def select(self, rows: Sequence[int]) -> None:
-        for part in [*self.parts, *filter(None, [self.routers])]:
+        for part in [*self.parts, *filter(None, [self.routers, self.states])]:
             part.select(rows)
 
     def fork(self, rows: Sequence[int]) -> Self:
-        return self._of([part.fork(rows) for part in self.parts], self.routers and self.routers.fork(rows))
+        records = (record and record.fork(rows) for record in (self.routers, self.states))
+        return self._of([part.fork(rows) for part in self.parts], *records)
 
     def taken(self, row: int) -> Self:
-        return self._of([part.taken(row) for part in self.parts], self.routers and self.routers.fork([row]))
+        records = (record and record.fork([row]) for record in (self.routers, self.states))
+        return self._of([part.taken(row) for part in self.parts], *records)
 
     @classmethod
     def joined(cls, caches: Sequence[Self]) -> Self:
         parts = [type(ours[0]).joined(ours) for ours in zip(*(cache.parts for cache in caches), strict=True)]
-        records = [cache.routers for cache in caches if cache.routers is not None]
-        return caches[0]._of(parts, RouterRecord.joined(records) if records else None)
+        routers = [cache.routers for cache in caches if cache.routers is not None]
+        states = [cache.states for cache in caches if cache.states is not None]
+        records = RouterRecord.joined(routers) if routers else None, States.joined(states) if states else None
+        return caches[0]._of(parts, *records)
 
-    def _of(self, parts: Sequence[Any], routers: RouterRecord | None) -> Self:
+    def _of(self, parts: Sequence[Any], routers: RouterRecord | None, states: States | None) -> Self:
         """Return a map of other caches, each in the place of the one of `self.parts` with its index."""
         of_part = {id(part): other for part, other in zip(self.parts, parts, strict=True)}
         places = {layer: (of_part[id(part)], place) for layer, (part, place) in self.of_layer.items()}
-        return type(self)(of_part[id(self.of_policy)], places, routers)
+        return type(self)(of_part[id(self.of_policy)], places, routers, states)
 
     def trace(self, row: int, length: int) -> EvictionTrace:
         trace: EvictionTrace = self.of_policy.trace(row, length)
@@ -206,7 +226,7 @@ class CacheMap(LayerMap):
         return trace.beside({"routed": self.routers.routed(row, length)})
 
     def allocated_bytes(self) -> int:
-        return sum(part.allocated_bytes() for part in self.parts)
+        return sum(part.allocated_bytes() for part in [*self.parts, *filter(None, [self.states])])
 
 
 def places(of_policy: Any, of_windows: Any, windows: Sequence[int], counted: bool = True) -> dict[int, Place]:
@@ -222,8 +242,10 @@ def places(of_policy: Any, of_windows: Any, windows: Sequence[int], counted: boo
     return result
 
 
-def map_of_caches(of_policy: Any, of_windows: WindowCache, routers: RouterRecord | None = None) -> CacheMap:
-    return CacheMap(of_policy, places(of_policy, of_windows, of_windows.sizes, counted=False), routers)
+def map_of_caches(
+    of_policy: Any, of_windows: WindowCache, routers: RouterRecord | None = None, states: States | None = None
+) -> CacheMap:
+    return CacheMap(of_policy, places(of_policy, of_windows, of_windows.sizes, counted=False), routers, states)
 
 
 def map_of_traces(
@@ -248,7 +270,9 @@ def map_of_model(view: Any, config: Any, lengths: Tensor, width: int, kernel: st
         evict_at = leaves[:, None].where(token < lengths.cpu()[:, None], 0)  # 0: no query sees padding
         evictions = evict_at[:, :, None].expand(-1, -1, config.num_key_value_heads, -1).contiguous()
         of_windows = ReplayView({"evict_at": evictions}, lengths.device, kernel)
-    return LayerMap(view, places(view, of_windows, windows))
+    made = LayerMap(view, places(view, of_windows, windows))
+    made.states = Sequences.right_padded(lengths.tolist())
+    return made
 
 
 NOT_RECORDED = (
@@ -286,7 +310,13 @@ def make_view(
     batch = policy_part(whole)
     for view in views():
         if view.requires <= batch.keys() <= view.replays:
-            return map_of_traces(view(batch, device, kernel, through), whole, device, kernel)
+            made = map_of_traces(view(batch, device, kernel, through), whole, device, kernel)
+            made.states = Sequences(
+                (row, start + first, start + end)
+                for row, (trace, start) in enumerate(zip(traces, starts, strict=True))
+                for first, end in pairwise((0, *(trace.documents or (len(trace),))))
+            )
+            return made
     abilities = "; ".join(f"{view.__name__} replays {', '.join(sorted(view.replays))}" for view in views())
     why = f"; {NOT_RECORDED}" if batch.keys() == {"evict_at", "compacted_at"} else ""
     raise TraceError(f"no view replays traces with the sections {', '.join(batch)}{why} ({abilities})")

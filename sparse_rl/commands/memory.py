@@ -35,6 +35,7 @@ from sparse_rl.policies.base import Policy
 from sparse_rl.policies.cache import ITEMSIZE, cache_bytes, query_bytes, state_bytes, window_bytes
 from sparse_rl.policies.schedule import GrowingSchedule
 from sparse_rl.recipe import DistillRecipe, GRPORecipe, KVpopRecipe, Run, TaughtRecipe, TrainRecipe
+from sparse_rl.states.mixers import sequence_numbers
 from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig
 from trainer.memory import activation_bytes, count_parameters, lora_parameters, loss_bytes, training_state
@@ -142,6 +143,7 @@ class _Process:
         self.windows = list(filter(None, windows_of(self.config)))  # of the layers that have one, in tokens
         self.heads, self.itemsize = self.config.num_attention_heads, ITEMSIZE[self.recipe.dtype]
         self.skeleton = meta_model(self.config)
+        self.states = sequence_numbers(self.skeleton)
         self.parameters = count_parameters(self.skeleton)
         self.weights = self.parameters * self.itemsize
         rollout = self.recipe.rollout
@@ -223,6 +225,15 @@ class _Process:
             name = "the context" if at_once is None else str(at_once)
             yield Item(f"sliding windows of {name}", (at_once or 1) * unit_bytes, when="sampling", note=note)
 
+    def state_items(self, at_once: int) -> Iterator[Item]:
+        """Yield the item of the layers with a state, if any, of `at_once` sequences."""
+        if any(self.states):
+            recurrent, inputs = self.states
+            unit_bytes = recurrent * (8 if self.exact else 4) + inputs * self.itemsize
+            entries = unit_bytes // cache_bytes(1, *self.shape, self.itemsize)
+            note = f"{show(unit_bytes)} per sequence, as much as {entries:,} entries of the cache, under any policy"
+            yield Item(f"states of {at_once}", at_once * unit_bytes, when="sampling", note=note)
+
     def context_items(self, tokens: int, at_once: int) -> list[Item]:
         """Return the items of contexts of `tokens` tokens, compacted one after another, and of `at_once` questions."""
         shape, configs, group = self.shape, self.recipe.prompt_caches(), self.heads // self.shape[1]
@@ -261,7 +272,8 @@ class _Evaluation(_Process):
             return Plan(self.parameters, weights + self.context_items(prompt, at_once))
         points = [self.cache_items(policy, prompt, at_once) for policy in self.policies]
         items = (engine or weights) + max(points, key=lambda point: sum(item.device for item in point))
-        return Plan(self.parameters, [*items, *self.window_items(self.fed(prompt), at_once)])
+        items += [*self.window_items(self.fed(prompt), at_once), *self.state_items(at_once)]
+        return Plan(self.parameters, items)
 
 
 class _Training(_Process):
@@ -351,6 +363,7 @@ class _Training(_Process):
             *items,
             *self.cache_items(policy, self.prompt, at_once),
             *self.window_items(self.fed(self.prompt), at_once),
+            *self.state_items(at_once),
         ]
 
     def trace_items(self) -> list[Item]:

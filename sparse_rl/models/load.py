@@ -335,7 +335,8 @@ def base_of(model: Any) -> Any:
 
 def head_of(model: Any) -> Callable[[Tensor], Tensor]:
     """Return the function from last hidden states [..., hidden size] to logits [..., vocabulary] of a base model: the
-    output embedding, and Granite's division by `logits_scaling`.
+    output embedding, Granite's division by `logits_scaling`, and Falcon-H1's factor `lm_head_multiplier`.
     """
     output, scaling = model.get_output_embeddings(), getattr(model.config, "logits_scaling", 1.0)
-    return output if scaling == 1.0 else lambda hidden: output(hidden) / scaling
+    factor = getattr(model.config, "lm_head_multiplier", 1.0)
+    return output if scaling == factor == 1.0 else lambda hidden: output(hidden) / scaling * factor

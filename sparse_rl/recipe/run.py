@@ -293,10 +293,12 @@ class Recipe(Configuration):
         """
         from rollout.engine import choose_engine
         from rollout.vllm.memory import pool_bytes
-        from sparse_rl.attention.families import is_text_part, longest_text, policy_shape
+        from sparse_rl.attention.families import is_text_part, longest_text, policy_shape, refuse_states
         from sparse_rl.policies.make import make_policy
 
         layers, kv_heads, head_dim = shape = policy_shape(config)
+        if self.prompt_caches():
+            refuse_states(config, "a compacted context holds no states", "prompt_cache")
         caches, remarks, recipe = self._cache_configs(), list[str](), self
         words = f"{self.model}: {config.model_type}, {_layer_words(config)}, {kv_heads} kv heads of {head_dim}"
         if is_text_part(config):
@@ -358,10 +360,12 @@ class Recipe(Configuration):
 
 def _layer_words(config: Any) -> str:
     """Describe a model's layers, for example "6 layers, of which 5 have a sliding window of 512 tokens"."""
-    from sparse_rl.attention.families import windows_of
+    from sparse_rl.attention.families import state_layers, windows_of
 
     windows = windows_of(config)
     sliding, words = sum(map(bool, windows)), f"{len(windows)} layers"
+    if states := len(state_layers(config)):
+        return f"{config.num_hidden_layers} layers, of which {len(windows)} have a cache, and {states} a state"
     return f"{words}, of which {sliding} have a sliding window of {max(windows)} tokens" if sliding else words
 
 

@@ -30,6 +30,7 @@ class EvictionTrace:
         observed, because the last token is sampled but never fed; they are stored as NEVER
     further : the sections other than evict_at, by name, in host memory; each must be declared (sections.py)
     validate : False skips the checks (for tests that build deliberately wrong traces)
+    documents : where the documents end that `pack_traces` has packed into this sequence; () for one document
 
     Raises TraceError for a section that is not declared, has a wrong dtype or shape, lacks another section that it
     needs, or has values that no sampler can have recorded (sections.py).
@@ -38,6 +39,7 @@ class EvictionTrace:
     evict_at: Tensor
     further: Mapping[str, Tensor] = field(default_factory=dict)
     validate: bool = field(default=True, repr=False)
+    documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.check()
@@ -118,7 +120,7 @@ class EvictionTrace:
 
     @property
     def layers(self) -> int:
-        """Number of layers in the model."""
+        """Number of layers that hold keys and values."""
         return self.evict_at.shape[0]
 
     @property
@@ -258,7 +260,7 @@ def pack_traces(traces: Sequence[EvictionTrace]) -> EvictionTrace:
     starts = [end - len(trace) for end, trace in zip(ends, traces, strict=True)]
     packed = {name: declared()[name].pack([t.sections[name] for t in traces], starts, ends) for name in names}
     # The checks would reject evictions at a document's end, which no sampler records.
-    return EvictionTrace(packed.pop(EVICT_AT.name), packed, validate=False)
+    return EvictionTrace(packed.pop(EVICT_AT.name), packed, validate=False, documents=tuple(ends))
 
 
 def save_traces(
@@ -310,7 +312,7 @@ def _check(sections: Mapping[str, Tensor], prompt: int | None = None) -> None:
         if missing := [needed for needed in section.needs if needed not in sections]:
             raise TraceError(f"a trace with the section {name} also needs {missing[0]}; it has {', '.join(sections)}")
     for name, section in declarations.items():
-        seen = sections if "layer" in section.axes or name in SUPPORT else part
+        seen = sections if {"layer", "model_layer"} & {*section.axes} or name in SUPPORT else part
         if name in sections and (mistake := section.check(sections[name], seen, prompt)):
             raise TraceError(mistake)
 

@@ -47,13 +47,14 @@ class Section:
 
     name, dtype : name of the section in memory and in files, and dtype of its values
     axes : names of the axes of the values; axes of the same name have the same size throughout a trace. The axis
-        `layer` has all layers; `global_layer` has those without a sliding window, the only ones that a policy evicts
+        `layer` has all layers; `global_layer` has those without a sliding window, the only ones that a policy evicts;
+        `model_layer` also has the layers without keys and values
     joined : the axis along which the values of several traces are joined; all other axes must have equal sizes in these
         traces
     needs : sections that a trace with this section must also have, such as the settings that are needed to read it
     check : function, (values, sections, number of prompt tokens or None) -> a description of the mistake, or None. It
-        gets the sections of the whole trace if the section has the axis `layer`, and otherwise the `policy_part`. A
-        check may rely on the checks of sections that come earlier in `declared`
+        gets the sections of the whole trace if the section has the axis `layer` or `model_layer`, and otherwise the
+        `policy_part`. A check may rely on the checks of sections that come earlier in `declared`
     batch : function, (values of each row, the column at which each row starts, number of columns) -> one tensor for all
         rows
     pack : function, (values of each document, start position of each, end position of each) -> the values of the packed
@@ -193,16 +194,19 @@ WINDOWED = Section(
     pack=lambda documents, starts, ends: _shared_settings(documents, starts, 0),
 )
 
-# ---- routed: int16 [L, S, K], the experts that a token takes in each layer, in the order of the router's choice -----
+# ---- routed: int16 [M, S, K], the experts that a token takes in each of the model's M layers, in the order of the
+#      router's choice. A hybrid model has more layers than evict_at, which has those with keys and values
 #      -1 means that none is recorded: a layer without experts, padding, and the last token, which is never fed
 
 
 def _check_routed(values: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """A layer with experts has distinct experts for every token except the last; other layers have -1 throughout."""
+    if len(values) < (layers := len(sections["evict_at"])):
+        return f"routed has {len(values)} layers, but evict_at has {layers}"
     recorded = values >= 0
     if bool((values < -1).any()) or bool((recorded.any(-1) != recorded.all(-1)).any()):
         return "routed has a token with some experts recorded and others not: either all of its experts are -1, or none"
-    tokens = recorded.any(-1)  # [L, S]
+    tokens = recorded.any(-1)  # [M, S]
     if bool(tokens[:, -1:].any()):
         return "routed has experts for the last token, which is never fed"
     partial = tokens.any(-1) & ~tokens[:, :-1].all(-1)
@@ -224,7 +228,7 @@ def _batch_routed(rows: Sequence[Tensor], starts: Sequence[int], width: int) -> 
 ROUTED = Section(
     name="routed",
     dtype=torch.int16,
-    axes=("layer", "token", "choice"),
+    axes=("model_layer", "token", "choice"),
     joined="token",
     check=_check_routed,
     batch=_batch_routed,

@@ -46,10 +46,26 @@ ALIKE = {
     *("head_dim", "vocab_size", "max_position_embeddings", "rope_parameters", "moe_intermediate_size", "num_experts"),
     *("num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group"),
     *("original_max_position_embeddings", "tie_word_embeddings", "hidden_activation"),
+    # of hybrid families, from which only hf samples
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_value_head_dim", "linear_allow_neg_eigval", "linear_a_log_max", "linear_a_log_min", "linear_dt_max"),
+    *("linear_dt_min", "linear_dt_init_floor", "layers_block_type", "mamba_chunk_size", "mamba_conv_bias"),
+    *("mamba_d_conv", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand", "mamba_n_groups"),
+    *("mamba_n_heads", "mamba_proj_bias", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "n_groups"),
+    *("mamba_norm_before_gate", "position_embedding_type", "shared_intermediate_size", "time_step_limit"),
+    *("time_step_floor", "time_step_max", "time_step_min", "chunk_size", "conv_kernel", "layer_norm_epsilon"),
+    *("mlp_hidden_act", "moe_latent_size", "moe_shared_expert_intermediate_size", "ssm_state_size"),
+    *("use_conv_bias", "attention_in_multiplier", "attention_out_multiplier", "key_multiplier"),
+    *("lm_head_multiplier", "mlp_multipliers", "ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier"),
+    *("projectors_bias", "norm_eps", "conv_L_cache", "conv_bias", "block_auto_adjust_ff_dim"),
+    *("block_ffn_dim_multiplier", "block_multiple_of"),
 }
 NOT_COMPUTED = {  # names of settings and methods that change nothing that a model computes for a text
     *("_attn_implementation", "pad_token_id", "initializer_range", "output_router_logits", "router_aux_loss_coef"),
     *("get_text_config", "text_config", "vision_config", "image_token_id", "mm_tokens_per_image"),  # of multimodal ones
+    *("depth", "in_channels", "num_heads", "num_position_embeddings", "out_hidden_size", "patch_size"),  # of images
+    *("spatial_merge_size", "temporal_patch_size", "video_token_id", "num_logits_to_keep", "z_loss_coefficient"),
+    *("rescale_prenorm_residual", "use_mamba_kernels"),
     *("max_window_layers", "target_layer_count", "num_nextn_predict_layers", "ada_rms_norm_t_cond_dim"),
 }
 VLLM_FILES = {  # family -> files of vLLM's code; the other families run in its Transformers backend

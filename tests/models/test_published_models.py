@@ -27,6 +27,9 @@ LONG = {
 DROPS = {"attention_dropout": 0.1, "residual_dropout": 0.1}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 
+STATES = {"layer_types": ["linear_attention", "full_attention"]}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32}
+
 
 def quantized(method: str) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": method}}
@@ -75,6 +78,11 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4-9B-0414": ("glm4", {"partial_rotary_factor": 0.5, "attention_bias": True}),
     "OLMoE-1B-7B": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "Qwen1.5-MoE-A2.7B": ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2, "use_sliding_window": False}),
+    "Qwen3-Next-80B-A3B-Instruct": ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 2, **STATES}),
+    "granite-4.0-h-tiny": ("granitemoehybrid", {"num_local_experts": 4, "num_experts_per_tok": 2, **MAMBA, **STATES}),
+    "Bamba-9B": ("bamba", {"attn_layer_indices": [1], **MAMBA}),
+    "Falcon-H1-1.5B": ("falcon_h1", {"mamba_d_ssm": 128, "mamba_norm_before_gate": False, **MAMBA}),
+    "LFM2-1.2B": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "gpt-oss-20b": ("gpt_oss", {}),
     "DeepSeek-V3": ("deepseek_v3", {}),
 }

@@ -166,6 +166,19 @@ def test_zero_3_trains_experts_as_zero_0_does(command, tiny, tmp_path):
         assert without["grad_norm"] == pytest.approx(sharded["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+def test_zero_trains_layers_with_a_state_as_one_process_does(family, command, tiny, tmp_path):
+    """Mixers read the weight of their convolution without calling it, which ZeRO-3 has in parts."""
+    first = {}
+    for stage in (0, 2, 3):
+        words = (f"model={tiny(family)}", "max_steps=2", "save_steps=0", f"launch.zero_stage={stage}")
+        process = command(f"zero{stage}", *words, "gradient_checkpointing=true")
+        first[stage] = check_run(process, tmp_path / f"zero{stage}", 2)[0]
+    for line in first.values():
+        assert line["reward"] == first[0]["reward"]
+        assert line["grad_norm"] == pytest.approx(first[0]["grad_norm"], rel=1e-4)
+
+
 def test_two_machines_make_one_run(command, tmp_path):
     """The test imitates two machines by starting the command twice on this machine."""
     words = ("max_steps=1", "save_steps=0", "launch.machines=2", "launch.main_process_ip=127.0.0.1")

@@ -16,7 +16,14 @@ from sparse_rl.recipe import make_recipe
 
 @pytest.mark.parametrize(
     ("family", "own"),
-    [("qwen3", False), ("qwen3", True), pytest.param("gemma3_text", False, marks=pytest.mark.slow)],
+    [
+        ("qwen3", False),
+        ("qwen3", True),
+        *(
+            pytest.param(name, False, marks=pytest.mark.slow)
+            for name in ("gemma3_text", "qwen3_5_text", "bamba", "lfm2")
+        ),
+    ],
 )
 @pytest.mark.few(1)
 def test_only_the_adapter_learns(family, own, grpo, tiny):

@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "with a reference model that follows": {"save": 3, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "beside sliding windows, in mid-buffer": {"save": 3, "family": "gemma3_text", **TWICE},
     "after the step of the checkpoint": {"save": 2, "stop": 3},
+    "beside layers with a state, in mid-buffer": {"save": 3, "family": "qwen3_5_text", **TWICE},
     "between two logs, in mid-buffer": {"save": 5, **LATER, **TWICE, **OLD},
     "with experts, in mid-buffer": {"save": 3, "family": "qwen3_moe", "router_aux_loss_coef": 0.01, **HALVES},
     "with truncated draws, in mid-buffer": {"save": 3, "top_p": 0.8, **TWICE, **OLD},

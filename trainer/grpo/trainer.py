@@ -535,13 +535,13 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         rows, columns = supports.rows, first[supports.rows, 0] + supports.tokens
         sizes = torch.zeros_like(ids).index_put_((rows, columns), supports.sizes)[scored]
         kept = supports.ids[scored[rows, columns][supports.draws]]  # mask_truncated_completions leaves draws out
-        scale = 1 / getattr(model.config, "logits_scaling", 1.0) / self.temperature
+        scale = getattr(model.config, "lm_head_multiplier", 1.0) / getattr(model.config, "logits_scaling", 1.0)
         gathered = partial(maybe_gather_lm_head_ctx, head.weight, head.bias)
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": NO_MASK.to(ids.device)}
         before = scored[:, 1:]  # True at the position before each scored token
         with self.accelerator.autocast():
             hidden = model.get_decoder()(**inputs, kv_view=view, use_cache=False).last_hidden_state[:, :-1]
-            scores = score_draws(hidden[before], head, labels[scored], sizes, kept, scale, gathered)
+            scores = score_draws(hidden[before], head, labels[scored], sizes, kept, scale / self.temperature, gathered)
         kept, whole, entropy = (score.new_zeros(before.shape).masked_scatter(before, score) for score in scores)
         return TruncatedOutput(log_probs=kept, entropy=entropy, whole=whole)
 

@@ -22,7 +22,7 @@ from trl import chat_template_utils as templates
 
 from rollout.turns import Conversation, Message, ToolLoop, TurnTrace, sample_turns
 from sparse_rl.attention.branches import branched_rows
-from sparse_rl.attention.families import context_length
+from sparse_rl.attention.families import context_length, state_layers
 from sparse_rl.errors import UserError, reason
 from sparse_rl.experts import has_experts
 from sparse_rl.models.load import base_of
@@ -102,8 +102,10 @@ class ToolSampling:
         if not hasattr(self.trainer.engine, "converse"):
             name = type(self.trainer.engine).__name__
             raise UserError(f"the engine {name} samples no conversations of several turns; use hf", "rollout.engine")
-        if not self.kept and has_experts(base_of(self.trainer.model)):
-            raise UserError("prefilled turns are not replayed for a model with experts; use kept", "cache.turns")
+        model = base_of(self.trainer.model)
+        if not self.kept and (has_experts(model) or state_layers(model.config)):
+            wrong = "prefilled turns are not replayed for a model with experts or with layers that have a state"
+            raise UserError(f"{wrong}; use kept", "cache.turns")
 
     def lengths(self, prompt: int) -> tuple[int, int]:
         """Return the maximum numbers of tokens of a prompt and of a completion, for the engine. prompt : maximum number

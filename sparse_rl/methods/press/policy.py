@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl.attention.families import global_layers
+from sparse_rl.attention.families import global_layers, refuse_states
 from sparse_rl.errors import UserError, did_you_mean, one_line
 from sparse_rl.methods.press.config import PressConfig
 from sparse_rl.policies.base import Entries, Policy
@@ -33,6 +33,7 @@ class Press(Policy):
         self._inputs: dict[int, dict[str, Any]] = {}
 
     def bound_to(self, model: Any) -> Press:
+        refuse_states(model.config, "kvpress does not know the attention of hybrid families", "cache.policy")
         bound = Press(self.config)
         decoder = model.get_decoder()
         bound.press.post_init_from_model(model)

@@ -29,7 +29,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sparse_rl.attention.families import context_length, policy_shape
+from sparse_rl.attention.families import context_length, policy_shape, refuse_states
 from sparse_rl.attention.interface import NO_MASK, KVView, adopt
 from sparse_rl.attention.views import map_of_model
 from sparse_rl.errors import UserError
@@ -129,6 +129,7 @@ def measure_centres(model: Any, ids: Sequence[int]) -> Centres:
 
     Raises UserError if RoPE of a layer does not turn all pairs of dimensions (`pairs`) by fixed frequencies.
     """
+    refuse_states(model.config, "centres are measured on queries that differ by RoPE alone", "cache.policy")
     adopt(model)
     frequency = frequencies(model, ids[0]).double()
     layers, _, dim = policy_shape(model.config)
