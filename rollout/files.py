@@ -2,8 +2,8 @@
 
     rollouts.json              record of how the rollouts were sampled (`Origin` in config.py)
     completions.jsonl          one line per rollout: prompt_ids, completion_ids, logprobs, finish_reason, model_logprobs
-                               if top-p, top-k or min-p cut the distribution (else they equal logprobs), and the
-                               caller's keys
+                               if top-p, top-k or min-p cut the distribution (else they equal logprobs), spans of a
+                               conversation, and the caller's keys
     traces-00000.safetensors   the traces of the first lines; further files hold the traces of the next lines. There are
                                no such files if nothing can be evicted and no supports are recorded
 
@@ -29,7 +29,8 @@ from sparse_rl.errors import UserError, unread
 from sparse_rl.trace import EvictionTrace, load_traces, save_traces
 
 Dense = Callable[..., EvictionTrace]  # from `length`, the number of tokens, to the trace of a full cache
-OWN = ("prompt_ids", "completion_ids", "logprobs", "model_logprobs", "finish_reason")  # keys of a line for its rollout
+# keys of a line for its rollout
+OWN = ("prompt_ids", "completion_ids", "logprobs", "model_logprobs", "finish_reason", "spans")
 PART = 64  # number of lines read at a time when there are no trace files
 
 
@@ -80,7 +81,7 @@ def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
 
 
 def _as_line(rollout: Rollout, sampling: SamplingConfig) -> dict[str, Any]:
-    names = ["finish_reason", "prompt_ids", "completion_ids"]
+    names = ["finish_reason", "prompt_ids", "completion_ids", *(["spans"] if rollout.spans else [])]
     line = {name: getattr(rollout, name) for name in names}
     for name in ("logprobs", "model_logprobs")[: 1 + sampling.truncated_support]:
         line[name] = [float(f"{x:.9g}") for x in getattr(rollout, name)]  # fewest digits that identify every float32
@@ -158,11 +159,18 @@ class RolloutFiles:
                 wrong = f"{file} holds a trace of {len(own)} tokens, but the line has {tokens}"
                 raise UserError(f"{wrong}: the two files do not belong together")
             reason: Literal["stop", "length"] = "stop" if line.get("finish_reason") == "stop" else "length"
-            rollout = Rollout(prompt, completion, logprobs, model_logprobs, own, reason)
+            rollout = Rollout(prompt, completion, logprobs, model_logprobs, own, reason, _spans(line))
         except (ValueError, RecursionError) as error:
             problem = error.message if isinstance(error, UserError) else f"the line is not JSON ({error})"
             raise UserError(f"{self.folder / COMPLETIONS}, line {number}: {problem}") from None
         return rollout, {name: value for name, value in line.items() if name not in OWN}
+
+
+def _spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:
+    loaded = line.get("spans", [])
+    if not isinstance(loaded, list) or any(list(map(type, span)) != [int, int] for span in loaded):
+        raise UserError("spans is not a list of pairs of whole numbers; sample again")
+    return [(start, end) for start, end in loaded]
 
 
 def _logprobs(line: Mapping[str, Any], name: str, tokens: int) -> list[float]:

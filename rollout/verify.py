@@ -127,5 +127,5 @@ def _gap(model: Any, part: Part, origin: Origin, bound: float) -> Gap:
             place = f"token {int(token)} of the completion in line {line} of {COMPLETIONS}"
             raise NotFiniteError(f"in replay, the log-prob of {place} is not a finite number: the model gives NaN")
         beyond, total = int((gaps > bound).sum()), float(gaps.sum())
-        sums.add(Gap(1, len(gaps), beyond, float(largest), total, line, int(token)))
+        sums.add(Gap(1, sum(rollout.sampled), beyond, float(largest), total, line, int(token)))
     return sums

@@ -89,9 +89,9 @@ def summary(rollout: Rollout) -> dict[str, Any]:
     """Return the keys and values that describe a rollout in a file of completions, except the completion's text."""
     return {
         "finish_reason": rollout.finish_reason,
-        "tokens": len(rollout.completion_ids),
+        "tokens": sum(rollout.sampled),
         "retention": rollout.trace.retention(),
-        "mean_logprob": sum(rollout.logprobs) / len(rollout.logprobs),
+        "mean_logprob": sum(rollout.logprobs) / sum(rollout.sampled),
     }
 
 

@@ -85,7 +85,8 @@ def score(model: Any, rollout: Rollout, temperature: float) -> Scored:
     first = torch.full((1,), float(prompt), dtype=torch.float64)  # the prompt's last query attends to the whole prompt
     counts = rollout.trace.policy_part().decoding_counts(prompt).double().mean((0, 1))
     seen = torch.arange(prompt, ids.shape[1], dtype=torch.float64)
-    return Scored(seen, gap.exp(), torch.cat(acceptance).cpu(), torch.cat([first, counts])[: len(seen)])
+    values = seen, gap.exp(), torch.cat(acceptance).cpu(), torch.cat([first, counts])[: len(seen)]
+    return Scored(*(of_tokens[torch.tensor(rollout.sampled)] for of_tokens in values))
 
 
 @dataclass(frozen=True)

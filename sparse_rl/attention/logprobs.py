@@ -34,7 +34,8 @@ def replay_logprobs(
 ) -> list[Tensor]:
     """Return the log-probabilities of each rollout's completion tokens, at `temperature`, under the rollout's trace.
 
-    With the sampler's weights, these equal `Rollout.model_logprobs`, before the truncation, up to rounding.
+    With the sampler's weights, these equal `Rollout.model_logprobs`, before the truncation, up to rounding. Tokens that
+    a conversation read have 0, as there (`Rollout.sampled`).
 
     model : a causal LM of a supported family (families.py)
     rollouts : prompt_ids, completion_ids and trace, with len(trace) = prompt + completion
@@ -81,6 +82,9 @@ def replay_logprobs(
                     kept[place[supports.draws], supports.ids.long()] = True
                 within = scaled.masked_fill(~kept, float("-inf")).log_softmax(-1)
                 logprobs = torch.stack([logprobs, within.gather(-1, drawn)[:, 0]], dim=-1)
+            read = [not sampled for sampled in getattr(rollout, "sampled", ())]
+            if any(read):
+                logprobs = logprobs.index_fill(0, torch.tensor(read, device=device).nonzero()[:, 0], 0.0)
             out.append(logprobs)
     return out
 

@@ -22,7 +22,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from rollout.engine import Rollout
 from rollout.measure.mismatch import percentile
 from rollout.recorded import RecordedRollouts
-from rollout.turns import sampled_mask
 from sparse_rl.attention.families import policy_shape
 from sparse_rl.errors import NotFiniteError, StoppedError
 from sparse_rl.metrics import no_lesson
@@ -169,8 +168,8 @@ def over_processes(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def held_entries(rollouts: Sequence[Rollout], policy: Policy, recorded: bool = False) -> list[int]:
     """Return the peak number of cache entries of each sequence, prefill included, as a mean over the layers without a
     sliding window and kv heads, rounded up. recorded : True if another policy than `policy` may have evicted"""
-    turns = any(len(rollout.spans) > 1 for rollout in rollouts)
-    if recorded or turns or policy.schedule.counts_vary or not policy.schedule.evicts:  # contexts may be compacted
+    of_trace = recorded or policy.schedule.counts_vary or not policy.schedule.evicts  # contexts may be compacted before
+    if of_trace or any(rollout.spans for rollout in rollouts):
         peaks = [float(r.trace.policy_part().peak_counts(len(r.prompt_ids)).float().mean()) for r in rollouts]
         return [max(len(r.prompt_ids), math.ceil(peak)) for r, peak in zip(rollouts, peaks, strict=True)]
     return [policy.schedule.most_held(len(r.prompt_ids), len(r.trace) - 1) for r in rollouts]
@@ -294,16 +293,13 @@ class GRPOMetrics:
             sum(held_entries(rollouts, trainer.engine.policy, recorded)),
             sum(len(r.trace) - 1 for r in rollouts),
         )
-        masks = [sampled_mask(r) for r in rollouts]
-        sampled = sum(map(sum, masks))
+        sampled = sum(sum(r.sampled) for r in rollouts)
         support = 0, 0, 0.0
         if trainer.sampling.truncated_support:
             sizes = torch.cat([r.trace.further["support_sizes"] for r in rollouts])
-            triples = zip(rollouts, masks, strict=True)
-            pairs = [
-                p for r, mask in triples for *p, own in zip(r.model_logprobs, r.logprobs, mask, strict=True) if own
-            ]
-            support = int(sizes.sum()), int((sizes == 1).sum()), sum(math.exp(model - kept) for model, kept in pairs)
+            pairs = [pair for r in rollouts for pair in zip(r.model_logprobs, r.logprobs, r.sampled, strict=True)]
+            mass = sum(math.exp(model - kept) for model, kept, of_model in pairs if of_model)
+            support = int(sizes.sum()), int((sizes == 1).sum()), mass
         counts = [retention, held, fed, len(rollouts), sampled, *support]
         local = torch.tensor([counts], device=accelerator.device)
         retention, held, fed, count, tokens, *support = accelerator.gather(local).double().sum(0).tolist()
