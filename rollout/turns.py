@@ -12,7 +12,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollout.config import SamplingConfig
@@ -72,31 +72,19 @@ class Conversation:
         return [*last.prompt_ids, *last.completion_ids[:start]], last.completion_ids[start:]
 
     def whole(self) -> Rollout:
-        """Return the conversation as one rollout with `spans`. If turns were prefilled, its trace is the last one."""
-        last, first = self.rollouts[-1], len(self.prompt)
-        if self.kept:
-            return last if last.spans else replace(last, spans=((0, len(last.completion_ids)),))
-        completion = self.tokens[first:]
-        logprobs, model_logprobs, spans = [0.0] * len(completion), [0.0] * len(completion), []
-        for turn in self.rollouts:
-            start = len(turn.prompt_ids) - first
-            spans.append((start, start + len(turn.completion_ids)))
-            logprobs[slice(*spans[-1])], model_logprobs[slice(*spans[-1])] = turn.logprobs, turn.model_logprobs
-        return Rollout(self.prompt, completion, logprobs, model_logprobs, last.trace, last.finish_reason, spans)
+        """Return the conversation as one rollout. If turns were prefilled, its trace is that of the last one."""
+        whole = self.rollouts[0]
+        for turn in self.rollouts[1:]:
+            read = turn.prompt_ids[len(whole.prompt_ids) + len(whole.completion_ids) :]
+            numbers = turn.completion_ids, turn.logprobs, turn.model_logprobs
+            whole = whole.then(read, *numbers, turn.trace, turn.finish_reason)
+        return whole
 
     def traces(self) -> EvictionTrace | tuple[TurnTrace, ...]:
         """Return the trace of the conversation, or of each turn if turns were prefilled."""
         if self.kept:
             return self.rollouts[-1].trace
         return tuple(TurnTrace(len(turn.prompt_ids), turn.trace) for turn in self.rollouts)
-
-
-def sampled_mask(rollout: Rollout) -> list[int]:
-    """Return 1 for each token of the completion that was sampled, and 0 for those that were read."""
-    mask = [0] * len(rollout.completion_ids)
-    for start, end in rollout.spans or [(0, len(mask))]:
-        mask[start:end] = [1] * (end - start)
-    return mask
 
 
 def sample_turns(

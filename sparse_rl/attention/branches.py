@@ -3,7 +3,7 @@
 Turn k was sampled after a dense prefill of all P_k tokens before it, under evictions of its own. The prefill of a later
 turn begins with that of an earlier one. So a row holds one dense stream, and each turn only as a branch:
 
-    [ stream: tokens 0 .. P_K - 2 ] [ branch 1: token P_1 - 1 and what was sampled ] ... [ branch K ]
+    [ stream: tokens 0 .. P_K - 1 ] [ branch 1: token P_1 - 1 and what was sampled ] ... [ branch K ]
 
 The first token of a branch is the prompt's last one, which predicts the first sampled token. Under the trace of turn k,
 the queries of branch k see the stream's first P_k - 1 tokens and their own branch. A row has fewer than twice the
@@ -79,7 +79,7 @@ def branched_rows(conversations: Sequence[Turns], device: torch.device | str, ke
     if further := sorted({name for trace in traces for name in trace.further} - {"windowed"}):
         wrong = f"turns that were prefilled are replayed from evictions alone, but the traces have {further[0]}"
         raise TraceError(f"{wrong}; keep the cache between turns, or use rows of one turn")
-    streams = [max(1, turns[-1][0] - 1) for turns in conversations]
+    streams = [turns[-1][0] for turns in conversations]  # a trace does not say what its last query sees: one more
     lengths = [[len(trace) - prompt + 1 for prompt, trace in turns] for turns in conversations]
     rows, ahead = len(conversations), max(streams)
     width, longest = ahead + max(map(sum, lengths)), max(map(max, lengths))

@@ -42,7 +42,7 @@ from rollout.context.config import PromptCacheConfig
 from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, Rollout, SamplingConfig
 from rollout.recorded import RecordedRollouts, check_rows
-from rollout.turns import Conversation, sampled_mask
+from rollout.turns import Conversation
 from sparse_rl.attention.families import context_length
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
@@ -367,7 +367,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         rollouts = [conversation.whole() for conversation in conversations]
         self._keep(rollouts, [conversation.traces() for conversation in conversations])
         ids, logprobs = [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
-        return [sampled_mask(r) for r in rollouts], completions, ids, logprobs, *counts, [[] for _ in rollouts]
+        return [[*map(int, r.sampled)] for r in rollouts], completions, ids, logprobs, *counts, [[] for _ in rollouts]
 
     def _keep(self, rollouts: Sequence[Rollout], traces: Sequence[RowTrace]) -> None:
         replayed = self.args.sparse.train_attention == "replay"

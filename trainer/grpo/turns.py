@@ -55,7 +55,7 @@ def check_tools(
             raise UserError(f"{factory.__name__} has no method reset, with which a conversation begins", keys[1])
         own |= "get_reward" in members or not members
         methods = [m for n, m in members.items() if not n.startswith("_") and n not in ("reset", "get_reward")]
-        _check_schemas([MethodType(method, None) for method in methods], keys[1])
+        _check_schemas([MethodType(method, factory) for method in methods], keys[1])
     _check_schemas(tools, keys[0])
     names = [getattr(tool, "__name__", "") for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
