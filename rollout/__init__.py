@@ -15,8 +15,8 @@ from sparse_rl.lazy import public_names
 
 if TYPE_CHECKING:
     from rollout.config import ENGINES, RolloutConfig, SamplingConfig
-    from rollout.engine import Engine, Rollout, default_engine, make_engine
+    from rollout.engine import Engine, Rollout, Turn, default_engine, make_engine
 
 __getattr__ = public_names(__name__)
 
-__all__ = ["ENGINES", "Engine", "Rollout", "RolloutConfig", "SamplingConfig", "default_engine", "make_engine"]
+__all__ = ["ENGINES", "Engine", "Rollout", "RolloutConfig", "SamplingConfig", "Turn", "default_engine", "make_engine"]

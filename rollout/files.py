@@ -171,7 +171,8 @@ class RolloutFiles:
 
 def _spans(line: Mapping[str, Any]) -> list[tuple[int, int]]:
     loaded = line.get("spans", [])
-    if not isinstance(loaded, list) or any(list(map(type, span)) != [int, int] for span in loaded):
+    pairs = isinstance(loaded, list) and all(isinstance(span, list) for span in loaded)
+    if not pairs or any(list(map(type, span)) != [int, int] for span in loaded):
         raise UserError("spans is not a list of pairs of whole numbers; sample again")
     return [(start, end) for start, end in loaded]
 

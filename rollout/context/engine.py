@@ -18,6 +18,7 @@ from rollout.hf import HFEngine
 from rollout.measure.contexts import Questions, compacted_contexts
 from rollout.sampling import NotFiniteLogprobError, sequence_seed
 from sparse_rl.data.tokens import SplitPrompt
+from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 
@@ -49,6 +50,9 @@ class CompactingEngine(HFEngine):
             for number, rollout in enumerate(some):
                 rollouts[places[number // sampling.n] * sampling.n + number % sampling.n] = rollout
         return rollouts
+
+    def converse(self, *_: Any, **__: Any) -> Any:
+        raise UserError("a conversation of several turns cannot follow a compacted context; remove one of the two")
 
     def traces(self, prompts: Sequence[SplitPrompt], lengths: Sequence[int]) -> list[EvictionTrace]:
         """Return the traces that `simulate` records for prompts with given completions, together `lengths` tokens.

@@ -113,7 +113,7 @@ class PolicyConfig(NamedConfiguration):
 
 @dataclass(frozen=True, kw_only=True)
 class FullConfig(PolicyConfig):
-    """No entry is evicted. The policy has no parameters."""
+    """No entry is evicted. The policy has no parameters of its own."""
 
     name: ClassVar[str] = "full"
     policy_class: ClassVar[str] = "sparse_rl.policies.rules:Full"

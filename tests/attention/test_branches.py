@@ -41,8 +41,8 @@ def branch_logprobs(model, conversations, kernel, changed=lambda trace: trace):
     return [scored[row, columns] for row, (_, columns) in enumerate(rows.places)], rows
 
 
-def gap(found, recorded):
-    return float((torch.cat(found).detach() - torch.cat(recorded)).abs().max())
+def gap(scored, recorded):
+    return float((torch.cat(scored).detach() - torch.cat(recorded)).abs().max())
 
 
 def gradient(model, logprobs):
@@ -59,19 +59,19 @@ def test_branches_have_the_log_probs_and_gradients_of_rows_per_turn(family, poli
     reference = gradient(model, [torch.cat(list(replay_logprobs(model, c.rollouts))) for c in conversations])
     recorded = [torch.cat([torch.tensor(turn.model_logprobs) for turn in c.rollouts]) for c in conversations]
     for kernel in ("gather", "sdpa", "dense"):
-        found, rows = branch_logprobs(model, conversations, kernel)
-        assert gap(found, recorded) <= 1e-5
-        assert float((gradient(model, found) - reference).norm() / reference.norm()) <= 2e-6
+        scored, rows = branch_logprobs(model, conversations, kernel)
+        assert gap(scored, recorded) <= 1e-5
+        assert float((gradient(model, scored) - reference).norm() / reference.norm()) <= 2e-6
     with torch.no_grad():  # on a CPU, FlexAttention has no gradients
         for kernel in ("flex", "flex_sorted"):
-            found, _ = branch_logprobs(model, conversations, kernel)
-            assert gap(found, recorded) <= 1e-5
+            scored, _ = branch_logprobs(model, conversations, kernel)
+            assert gap(scored, recorded) <= 1e-5
     assert rows.tokens.numel() < 3 * sum(len(turn.trace) for c in conversations for turn in [c.traces()[-1]])
     if policy["policy"] != "full":
         later = [lambda t: moved(t, 1), lambda t: moved(t, -1), EvictionTrace.dense_like]  # controls
         for change in later:
-            found, _ = branch_logprobs(model, conversations, "gather", change)
-            assert gap(found, recorded) > 1e-3
+            scored, _ = branch_logprobs(model, conversations, "gather", change)
+            assert gap(scored, recorded) > 1e-3
 
 
 def moved(trace: EvictionTrace, by: int) -> EvictionTrace:

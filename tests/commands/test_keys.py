@@ -64,7 +64,9 @@ def test_the_keys_of_policies_scorers_and_rewards_are_listed(capsys):
     assert [line.split(":")[0] for line in output_of(capsys, "scorers") if line.startswith("scorer ")] == [
         f"scorer {name}" for name in SCORERS
     ]
-    assert output_of(capsys, "policies", "full") == ["policy full: No entry is evicted. The policy has no parameters."]
+    words, *keys = output_of(capsys, "policies", "full")
+    assert words == "policy full: No entry is evicted. The policy has no parameters of its own."
+    assert keys_in(keys) == ["cache.turns"]
     assert [line.split("(")[0] for line in output_of(capsys, "rewards") if line.startswith("reward ")] == [
         f"reward {name}" for name in REWARDS
     ]

@@ -552,10 +552,14 @@ def test_a_policy_is_made_from_a_name_or_a_mapping() -> None:
         ("gvk", {"budget": 8}, r"unknown cache policy 'gvk' \(did you mean 'gkv'\?\); known: full, streaming, "),
         ("nonsense", {"budget": 8}, r"unknown cache policy 'nonsense'; known: "),
         (None, {}, r"unknown cache policy null"),
-        ("gkv", {"budget": 64, "aplha": 1}, r"'gkv' has no parameter 'aplha' \(did you mean 'alpha'\?\); it takes b"),
-        ("streaming", {"budget": 64, "window": 8}, r"'streaming' has no parameter 'window'.*takes budget, sinks, p"),
-        ("streaming", {"budget": 64, "name": "x"}, r"'streaming' has no parameter 'name'; it takes budget, sinks, p"),
-        ("full", {"budget": 64}, r"'full' has no parameter 'budget'; it takes no parameters"),
+        (
+            "gkv",
+            {"budget": 64, "aplha": 1},
+            r"'gkv' has no parameter 'aplha' \(did you mean 'alpha'\?\); it takes turns",
+        ),
+        ("streaming", {"budget": 64, "window": 8}, r"'streaming' has no parameter 'window'.*takes turns, budget, si"),
+        ("streaming", {"budget": 64, "name": "x"}, r"'streaming' has no parameter 'name'; it takes turns, budget, si"),
+        ("full", {"budget": 64}, r"'full' has no parameter 'budget'; it takes turns"),
         ("morphkv", {}, r"'morphkv' needs a budget, the number of entries per kv head"),
         *(
             ("morphkv", {"budget": size}, rf"morphkv: budget: expected a mapping or a whole number >= 1, got {shown}")

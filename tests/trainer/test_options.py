@@ -107,9 +107,9 @@ def test_gradient_checkpointing_is_never_reentrant(kind, tmp_path):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"tools": [len]}, "tools: a trace covers one completion"),
-        ({"environment_factory": dict}, "environment_factory: a trace covers one completion"),
-        ({"rollout_func": print}, "rollout_func: a trace covers one completion"),
+        ({"tools": [len]}, "tools: len needs type hints and a docstring with its Args"),
+        ({"environment_factory": 3}, "environment_factory: 3 is not a class"),
+        ({"rollout_func": print}, "rollout_func: a trace is recorded by our engine alone"),
         ({"args": TrainingArguments("o", **CPU)}, "args: must be of class SparseGRPOArguments .* or GRPOConfig, got T"),
         ({"args": trl.GRPOConfig("o", **CPU, repetition_penalty=2.0)}, "repetition_penalty: not an option here"),
         ({"rollout": ["hf"]}, "rollout: must be a mapping of keys such as max_batch, got list"),

@@ -38,6 +38,9 @@ METHODS = {
     GRPOTrainer: {
         "_get_train_sampler": "dataset",
         "_tokenize_prompts": "prompts",
+        "_generate": "prompts",
+        "_tool_call_loop": "prompts prompt_ids completion_ids completions logprobs images multimodal_fields",
+        "_get_tool_suffix_ids": "tool_messages",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
         "_calculate_rewards": "inputs prompts completions completion_ids_list",
         "_log_completion_extra": "column values",
@@ -83,7 +86,7 @@ FUNCTIONS: dict[Callable, str] = {
     maybe_gather_lm_head_ctx: "params",
 }
 ATTRIBUTES = {
-    GRPOTrainer: "use_vllm _metrics _logs _step _buffered_inputs _total_train_tokens aux_loss_enabled",
+    GRPOTrainer: "use_vllm environments _metrics _logs _step _buffered_inputs _total_train_tokens aux_loss_enabled",
     transformers.Trainer: "_tr_loss _total_loss_scalar _globalstep_last_logged",
 }
 
@@ -123,7 +126,7 @@ def test_only_expected_functions_read_use_vllm():
         "__init__",  # runs before we set `use_vllm`
         "_generate_single_turn",  # overridden by us
         "_generate",  # reads `use_vllm` only with rollout_func
-        "_tool_call_loop",  # runs only with tools
+        "_tool_call_loop",  # overridden by us
         "_generate_and_score_completions",  # the correction
         "_compute_loss",  # the correction
     }

@@ -125,6 +125,8 @@ class LayeredConfig(PolicyConfig):
             if not part.cache.in_parts:
                 why = "is for all layers together and cannot be a part"
                 raise UserError(f"{part.cache.name} {why}", f"parts[{place}].cache")
+            if part.cache.turns != "kept":
+                raise UserError("is for all layers together; remove it", f"parts[{place}].cache.turns")
         if len({str(part.cache) for part in self.ranges if isinstance(part.cache, ClusteredConfig)}) > 1:
             raise UserError("clustered parts must have the same settings", "parts")
 
