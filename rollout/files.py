@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -64,11 +64,12 @@ def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
     for earlier_file in folder.glob(TRACES):
         earlier_file.unlink()
     write_origin(folder, origin)
-    parts = 0
+    parts = lines = 0
     with (folder / COMPLETIONS).open("w") as log:
 
         def add(rollouts: Sequence[Rollout], further: Sequence[Mapping[str, Any]]) -> None:
-            nonlocal parts
+            nonlocal parts, lines
+            lines += len(rollouts)
             if origin.has_traces:
                 file = folder / TRACES.replace("*", f"{parts:05d}")
                 save_traces(file, [r.trace for r in rollouts], origin.made_by)
@@ -78,6 +79,8 @@ def written_rollouts(folder: Path, origin: Origin) -> Iterator[Add]:
             log.flush()
 
         yield add
+    if origin.rollouts not in (None, lines):  # prefilled turns: their number was unknown, and rollouts above it
+        write_origin(folder, replace(origin, rollouts=lines))
 
 
 def _as_line(rollout: Rollout, sampling: SamplingConfig) -> dict[str, Any]:

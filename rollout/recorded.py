@@ -102,7 +102,7 @@ def _problems(folder: Path, config: Any, tokenizer: Any, samples: int) -> list[l
             if further.get("completion", text) != text:
                 wrong = "this model's tokenizer reads another text in the tokens than the line has"
                 raise UserError(f"{folder / COMPLETIONS}, line {part.line + i}: {wrong}; use the sampler's tokenizer")
-            if rollout.spans:
+            if rollout.spans or "conversation" in further:
                 wrong = "a conversation of several turns, of which training from recorded rollouts knows nothing"
                 raise UserError(f"{folder / COMPLETIONS}, line {part.line + i}: {wrong}; remove it")
             columns = {name: value for name, value in further.items() if name not in OF_ONE}

@@ -42,6 +42,8 @@ class Conversation:
     turns : number of turns that were sampled
     held : what the engine keeps for the next turn
     messages : messages since the prompt, of the model and of tools
+    failures : number of calls of tools that failed
+    environment : environment whose methods are tools, if any
     """
 
     prompt: list[int]
@@ -50,6 +52,8 @@ class Conversation:
     turns: int = 0
     held: Any = None
     messages: list[Message] = field(default_factory=list)
+    failures: int = 0
+    environment: Any = None
 
     @property
     def tokens(self) -> list[int]:
@@ -209,7 +213,7 @@ class ToolLoop:
         going = list(range(len(conversations)))
         for _ in range(self.rounds):
             asked = {i: calls for i in going if (calls := calls_of(conversations[i].messages[-1]))}
-            answered = self._answers(asked, tools)
+            answered = self._answers(asked, conversations, tools)
             late += sorted(asked.keys() - answered.keys())
             going, read, limits = [], [], []
             for i, answers in answered.items():
@@ -232,7 +236,10 @@ class ToolLoop:
         return late
 
     def _answers(
-        self, asked: Mapping[int, Sequence[tuple[str, Message]]], tools: Sequence[Mapping[str, Callable]]
+        self,
+        asked: Mapping[int, Sequence[tuple[str, Message]]],
+        conversations: Sequence[Conversation],
+        tools: Sequence[Mapping[str, Callable]],
     ) -> dict[int, list[Message]]:
         """Return the answers of tools, by conversation, without those of conversations with a late tool."""
         answered: dict[int, list[Message]] = {}
@@ -243,12 +250,13 @@ class ToolLoop:
                 thread.start()
             for i, thread in threads.items():
                 self.calls += len(asked[i])
-                if thread.late(self.seconds):
+                late = thread.late(self.seconds)
+                self.failures += thread.failures + late
+                conversations[i].failures += thread.failures + late
+                if late:
                     self.late += 1
-                    self.failures += thread.failures + 1
                     self._stop_after_many(asked[i][len(thread.answers)][0])
                 else:
-                    self.failures += thread.failures
                     answered[i] = thread.answers
         return answered
 

@@ -26,6 +26,7 @@ from rollout.context.config import PromptCacheConfig
 from rollout.engine import Engine, Rollout
 from rollout.measure.journal import Journal, Line, Point, settings_of
 from rollout.sampling import NotFiniteLogprobError
+from rollout.turns import Conversation, Message
 from sparse_rl.methods.config import budget_words
 from sparse_rl.policies.base import Policy
 from sparse_rl.progress import Stage
@@ -37,13 +38,15 @@ def sample_in_parts(
     sampling: SamplingConfig,
     context: Context | None = None,
     finished: Container[int] = (),
-) -> Iterator[tuple[list[int], list[Rollout], float]]:
+    converse: Converse | None = None,
+) -> Iterator[tuple[list[int], list[Any], float]]:
     """Sample in parts of a few full batches. Yields, for each part, (indices of its prompts, their rollouts prompt by
     prompt, seconds that the engine took). Equal prompts stay in one part, because the engine gives their samples
     different seeds only within one call.
 
     context : compacted context that all prompts continue, if any
     finished : indices of finished prompts, which do not change the parts; a part with only such prompts is skipped
+    converse : samples conversations, which are yielded in the place of rollouts
     """
     places_of: dict[tuple[int, ...], list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -59,10 +62,13 @@ def sample_in_parts(
             continue
         start = time.perf_counter()
         try:
-            rollouts = engine.generate([list(prompts[place]) for place in part], sampling, context)
+            if converse is not None:
+                sampled: list[Any] = converse(engine, part, sampling)
+            else:
+                sampled = engine.generate([list(prompts[place]) for place in part], sampling, context)
         except NotFiniteLogprobError as error:
             raise error.of_prompt(part[error.prompt]) from error
-        yield part, rollouts, time.perf_counter() - start
+        yield part, sampled, time.perf_counter() - start
 
 
 def label(policy: Policy) -> str:
@@ -132,7 +138,20 @@ def entry_counts(rollout: Rollout, policy: Policy | None) -> dict[str, float | N
     return {"peak_entries": peak, "read_entries": read, **means}
 
 
-Score = Callable[[Sequence[int], Sequence[str], Sequence[Rollout]], list[float | None]]
+def turn_counts(turns: Sequence[Rollout]) -> dict[str, float | None]:
+    """Count the cache entries of a conversation from its traces: peaks are those of the turn that held the most.
+
+    turns : the rollout of each turn if turns were prefilled, else the one of the whole conversation
+    """
+    counts = [entry_counts(turn, None) for turn in turns]
+    peaks: dict[str, Any] = {name: max(one[name] or 0 for one in counts) for name in counts[0]}
+    fed = [len(turn.completion_ids) - 1 for turn in turns]
+    entries = sum((one["mean_entries"] or 0) * n for one, n in zip(counts, fed, strict=True))
+    return {**peaks, "mean_entries": entries / sum(fed) if any(fed) else None}
+
+
+Converse = Callable[[Engine, Sequence[int], SamplingConfig], list[Conversation]]
+Score = Callable[[Sequence[int], Sequence[str | list[Message]], Sequence[Rollout], Sequence[Any]], list[float | None]]
 Decode = Callable[[list[list[int]]], list[str]]
 
 
@@ -142,9 +161,11 @@ class Task:
 
     prompts : token ids, one list per problem
     decode : function token ids of completions -> their texts
-    score : function (problem of each completion, texts, rollouts) -> score of each completion, None if it has none
+    score : function (problem of each completion, texts or messages, rollouts, environments of conversations) -> score
+        of each completion, None if it has none
     further : name -> further score function
     identity : digest of everything that determines the task's results, except the cache policy
+    converse : function (engine, problems, settings) -> conversations, problem by problem; None for single completions
     """
 
     prompts: Sequence[Sequence[int]]
@@ -152,6 +173,7 @@ class Task:
     score: Score
     further: Mapping[str, Score] = field(default_factory=dict)
     identity: str = ""
+    converse: Converse | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +215,7 @@ class EvalRow:
     length, truncated : mean number of tokens in a completion; share of completions that reached max_tokens
     forced : share of completions that got the text of a forced answer
     peak_entries : maximum number of entries that a kv head held in decoding
-    longest_prompt : number of tokens in the longest prompt, which is prefilled
+    longest_prompt : number of tokens in the longest prompt, which is prefilled; of turns that are prefilled, too
     read_entries : maximum number of entries of a kv head that a query read in decoding
     mean_peak_entries : peak of each kv head, averaged over heads, layers and completions
     mean_entries : entries of a kv head when a decoding query attends, mean over queries, heads, layers and completions
@@ -203,6 +225,7 @@ class EvalRow:
         the compacted contexts, averaged over the samples of a problem, then over problems (AM appendix F.2); None
         if the task was evaluated without a full cache of its contexts
     log_perplexity_error : standard error of log_perplexity over problems; None for fewer than two problems
+    turns, tool_failures : mean numbers of turns, and of failed calls of tools, in a conversation; None without tools
     """
 
     model: str
@@ -233,6 +256,8 @@ class EvalRow:
     contexts: ContextCosts | None = None
     log_perplexity: float | None = None
     log_perplexity_error: float | None = None
+    turns: float | None = None
+    tool_failures: float | None = None
 
 
 class TaskPoint(Point):
@@ -274,15 +299,16 @@ class TaskPoint(Point):
     def measure(self, engine: Engine, shown: Stage) -> None:
         shown.tell(f"{self.task_name}, {label(self.cache)}")
         finished = self.finished_problems()
-        parts = sample_in_parts(engine, self.task.prompts, self.sampling, finished=finished)
-        for problems, rollouts, seconds in parts:
-            self.judge(problems, rollouts, seconds, engine.policy)
+        converse = self.task.converse
+        parts = sample_in_parts(engine, self.task.prompts, self.sampling, finished=finished, converse=converse)
+        for problems, sampled, seconds in parts:
+            self.judge(problems, sampled, seconds, engine.policy)
             shown.advance(len(set(problems) - finished))
 
     def judge(
         self,
         problems: Sequence[int],
-        rollouts: Sequence[Rollout],
+        sampled: Sequence[Rollout] | Sequence[Conversation],
         seconds: float,
         cache: Policy | tuple[str, dict[str, Any]],
         scored: Sequence[Line] | None = None,
@@ -290,7 +316,7 @@ class TaskPoint(Point):
     ) -> None:
         """Score the completions of some problems, and write them to the journal.
 
-        problems, rollouts : indices of the problems, and their rollouts, problem by problem
+        problems, sampled : indices of the problems, and their rollouts or conversations, problem by problem
         seconds : time that the engine took
         cache : the engine's policy, or the name and the settings of a compaction
         scored : further keys and values of the line of each rollout, if any
@@ -298,9 +324,12 @@ class TaskPoint(Point):
         """
         samples = self.sampling.n
         sample_problems = [problem for problem in problems for _ in range(samples)]
-        texts = self.task.decode([rollout.completion_ids for rollout in rollouts])
-        scores = self.task.score(sample_problems, texts, rollouts)
-        further = {key: score(sample_problems, texts, rollouts) for key, score in self.task.further.items()}
+        talks = [one for one in sampled if isinstance(one, Conversation)]
+        rollouts = [one.whole() if isinstance(one, Conversation) else one for one in sampled]
+        texts = [one.messages for one in talks] or self.task.decode([rollout.completion_ids for rollout in rollouts])
+        judged = sample_problems, texts, rollouts, [one.environment for one in talks]
+        scores = self.task.score(*judged)
+        further = {key: score(*judged) for key, score in self.task.further.items()}
         policy = None if isinstance(cache, tuple) else cache
         named, parameters = cache if isinstance(cache, tuple) else (cache.name, cache.parameters())
         lines: list[Line] = []
@@ -314,8 +343,9 @@ class TaskPoint(Point):
                     **{"correct": None if score is None else score >= 1, "reward": score},
                     **({"further_rewards": rewards} if further else {}),
                     **summary(rollout),
-                    "prompt_tokens": len(rollout.prompt_ids),
-                    **entry_counts(rollout, policy),
+                    "prompt_tokens": len((talks[i].rollouts[-1] if talks else rollout).prompt_ids),
+                    **(turn_counts(talks[i].rollouts) if talks else entry_counts(rollout, policy)),
+                    **({"turns": talks[i].turns, "tool_failures": talks[i].failures} if talks else {}),
                     **({} if scored is None else scored[i]),
                     "seconds": seconds / len(rollouts),
                     **more,
@@ -361,6 +391,7 @@ class TaskPoint(Point):
             contexts=_mean_costs({line["context"]: line["costs"] for line in lines if "context" in line}),
             log_perplexity=nll,
             log_perplexity_error=nll_error,
+            **{name: mean(line[name] for line in lines) for name in ("turns", "tool_failures") if name in lines[0]},
         )
 
     def _accuracy(self, scores: Sequence[float | None]) -> Accuracy:

@@ -270,7 +270,9 @@ def _mean(values: Sequence[float]) -> float:
 # ---- coloured completions --------------------------------------------------------------------------------------------
 
 
-def packed(trace: EvictionTrace, strings: Sequence[str], prompt: int) -> dict[str, Any]:
+def packed(
+    trace: EvictionTrace, strings: Sequence[str], prompt: int, spans: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
     """Return the data of one coloured completion: a sequence of S tokens, as plain values for JSON.
 
     The browser needs evict_at of all layers and kv heads. It is stored as codes: 0 for a token that stays, else the
@@ -278,13 +280,20 @@ def packed(trace: EvictionTrace, strings: Sequence[str], prompt: int) -> dict[st
     evicts many tokens at the same time. completion.js unpacks them.
 
     tokens : the text of each token;  prompt : number of tokens of the prompt
+    parts : [first token, heading, true if its tokens were read] of each part after the prompt
     layers : indices of the layers that are shown, those without a sliding window;  heads : kv heads of a layer
     times : eviction times in ascending order, as query positions
     codes : [layers][kv heads][S] in one byte or, if `wide`, two, low bytes first; deflated, in base 64
     paged : true if tokens of closed pages are read through summaries, and are shown as not held
 
     strings : the text of each token
+    spans : of a conversation, the parts of the completion that were sampled (`Rollout.spans`)
     """
+    parts = [[prompt, "completion", False]]
+    if spans:
+        ends = [end for _, end in spans[:-1]]
+        parts = [[prompt + start, f"turn {turn + 1}", False] for turn, (start, _) in enumerate(spans)]
+        parts = sorted(parts + [[prompt + end, "read, not sampled", True] for end in ends])
     shown, paged = trace.policy_part(), records_pages(trace)
     evict_at = (unpaged(shown) if paged else shown).evict_at
     times = evict_at[evict_at < NEVER].unique()
@@ -295,6 +304,7 @@ def packed(trace: EvictionTrace, strings: Sequence[str], prompt: int) -> dict[st
     return {
         "tokens": list(strings),
         "prompt": prompt,
+        "parts": parts,
         "layers": trace.global_layers,
         "heads": trace.kv_heads,
         "times": times.tolist(),

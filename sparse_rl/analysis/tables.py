@@ -50,6 +50,10 @@ def accuracy_table(rows: Sequence[Any]) -> Table:
         ("cut\noff", [_percent(row.truncated) for row in rows]),
         ("tok/s", [f"{row.tokens_per_second:.0f}" for row in rows]),
     ]
+    if any(getattr(row, "turns", None) for row in rows):
+        talks = [(row.turns, row.tool_failures) if getattr(row, "turns", None) else None for row in rows]
+        columns.append(("turns", [f"{talk[0]:.1f}" if talk else "–" for talk in talks]))
+        columns.append(("calls\nfailed", [f"{talk[1]:.2f}" if talk else "–" for talk in talks]))
     if contexts:
         columns.append(("context", [f"{row.contexts.bytes / 1e6:.1f} MB" for row in rows]))
         columns.append(("made in", [f"{sum(row.contexts.seconds.values()):.1f} s" for row in rows]))

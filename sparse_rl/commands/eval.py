@@ -152,10 +152,15 @@ def _prepare(recipe: EvalRecipe, model: Any) -> Evaluation:
         check_golds(rewards, problems, f"tasks.{name}")
         score, *further = (partial(_score, reward, problems, tokenizer) for reward in rewards)
         scores = score, dict(zip(recipe.further_accuracy, further, strict=True))
-        identity = sampling.identity(prepared, recipe.accuracies(), as_mapping(data), problems.to_list())
+        rows = problems.to_list()
+        of_tools = [recipe.tool_names(), recipe.tool_limits()] if recipe.uses_tools else []
+        identity = sampling.identity(prepared, recipe.accuracies(), as_mapping(data), rows, *of_tools)
         if recipe.prompt_cache is None:
-            prompts = sampling.prompt_tokens(problems, tokenizer, data)
-            tasks[name] = Task(prompts, decode, *scores, identity)
+            talks = sampling.tool_use(
+                prepared, data, rows, sum(spec != "environment" for spec in recipe.accuracies().values())
+            )
+            prompts = talks.prompts() if talks else sampling.prompt_tokens(problems, tokenizer, data)
+            tasks[name] = Task(prompts, decode, *scores, identity, talks.converse if talks else None)
         else:
             questions = sampling.context_questions(problems, tokenizer, data)
             rest = [prompt.rest for prompt in questions.prompts]
@@ -173,16 +178,19 @@ def _score(
     dataset: Any,
     tokenizer: Any,
     places: Sequence[int],
-    texts: Sequence[str],
+    texts: Sequence[Any],
     rollouts: Sequence[Rollout],
+    environments: Sequence[Any] = (),
 ) -> list[float | None]:
     """Return each completion's score, from a reward function that is called as in training.
 
     places : index in the dataset of each completion's problem
+    texts : text of each completion, or the messages of each conversation
     """
     problems = [dataset[place] for place in places]
-    chat = not isinstance(problems[0]["prompt"], str)
-    completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts)
+    completions = list(texts)
+    if not isinstance(problems[0]["prompt"], str) and isinstance(texts[0], str):
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
     columns = {name: [p[name] for p in problems] for name in problems[0] if name not in ("prompt", "completion")}
     return reward(
         prompts=[p["prompt"] for p in problems],
@@ -192,5 +200,6 @@ def _score(
         trainer_state=None,
         log_metric=lambda *_: None,
         log_extra=lambda *_: None,
+        **({"environments": list(environments)} if environments else {}),
         **columns,
     )

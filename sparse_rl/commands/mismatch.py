@@ -49,6 +49,8 @@ def run(options: argparse.Namespace, session: Session) -> int:
     samples = sampled_problems(recipe)[2]  # raises UserError for a kind without problems
     if recipe.prompt_caches():
         raise UserError("compares cache policies, not compacted contexts; remove this key", "prompt_cache")
+    if getattr(recipe, "uses_tools", False):
+        raise UserError("compares single completions, not conversations; remove tools and environment", "tools")
     quiet_loading(session.verbose)
     from rollout.config import SAMPLE_LIVE
     from rollout.measure.mismatch import bin_edges, bins

@@ -299,7 +299,7 @@ def samples(results: Results, count: int) -> str:
             ids = [*rollout.prompt_ids, *rollout.completion_ids]
             lengths = f"prompt of {len(rollout.prompt_ids):,} tokens, completion of {len(rollout.completion_ids):,}"
             title = f"line {number + 1}: {lengths}, ended by {rollout.finish_reason}"
-            data = packed(rollout.trace, source.strings(ids), len(rollout.prompt_ids))
+            data = packed(rollout.trace, source.strings(ids), len(rollout.prompt_ids), rollout.spans)
             made.append(html.sample(title, data, opened=len(made) == 2))
     about = (
         "Each token is coloured by the share of kv heads that still hold it in their cache at a moment of sampling. "

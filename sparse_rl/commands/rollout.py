@@ -52,6 +52,8 @@ def run(options: argparse.Namespace, session: Session) -> int:
     sampled_problems(recipe)  # raises UserError for a kind without problems
     if options.score and not isinstance(recipe, GRPORecipe):
         raise UserError(f"needs the rewards of a recipe of kind grpo, not {recipe.kind}", "--score")
+    if options.score and isinstance(recipe, GRPORecipe) and recipe.uses_tools:
+        raise UserError("scores single completions, not conversations; use sparse-rl eval", "--score")
     folder = options.out or Path(recipe.output_dir) / "rollouts"
     refuse_used(folder, FILES, "--out", options.overwrite)
     quiet_loading(session.verbose)
@@ -101,9 +103,11 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8, score: bool = False)
         from sparse_rl.models.load import model_fingerprint
         from sparse_rl.models.weights import weights_digest
         from sparse_rl.policies.make import fingerprint
+        from sparse_rl.recipe import sampling
         from sparse_rl.recipe.run import rewards_of
 
         prepared, source, prompts = prepare_sampling(recipe, problems)
+        talks = sampling.tool_use(prepared, sampled_problems(recipe)[0], source)
         recipe, config, tokenizer = prepared.recipe, prepared.config, prepared.tokenizer
         policy, engine = prepared.policies[0], recipe.rollout
         assert engine is not None
@@ -116,7 +120,7 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8, score: bool = False)
             made_by["prompt_cache"] = json.dumps(as_mapping(caches[0]), sort_keys=True)
             opened = _behind_contexts(prepared, prompts, settings, folder)
         else:
-            opened = _plain(prepared, prompts, settings)
+            opened = _plain(prepared, talks.prompts() if talks else prompts, settings, talks and talks.converse)
     origin = Origin(
         model=str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model,
         vocabulary=config.vocab_size,
@@ -127,15 +131,24 @@ def sample(recipe: Recipe, folder: Path, problems: int = 8, score: bool = False)
         evicts=policy.schedule.evicts or bool(caches),
         made_by=made_by,
         weights=weights_digest(recipe.model),
-        rollouts=len(source) * samples,
+        # turns that are prefilled are rollouts, of at least one token; in the end, their number is written
+        rollouts=len(source) * samples * (settings.max_tokens if talks and policy.config.turns != "kept" else 1),
     )
-    summaries: list[dict[str, Any]] = []
+    summaries, done = list[dict[str, Any]](), 0
     row = stage("rollouts", total=len(source), unit="problem", shown=engine.progress)
     with opened as parts, written_rollouts(folder, origin) as add, row as progress:
         kept = [name for name in source.column_names if name != "context"]  # the prompt begins with the context
         for indices, part in parts:
-            texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
             rows = [{name: source[i][name] for name in kept} for i in indices for _ in range(samples)]
+            if talks:
+                some = list(enumerate(zip(part, rows, strict=True), start=done + 1))
+                done += len(part)
+                of_talk = (
+                    (row, {"conversation": n, "messages": talk.messages}, talk.rollouts) for n, (talk, row) in some
+                )
+                pairs = [({**row, **more}, turn) for row, more, turns in of_talk for turn in turns]
+                rows, part = [row for row, _ in pairs], [turn for _, turn in pairs]
+            texts = tokenizer.batch_decode([r.completion_ids for r in part], skip_special_tokens=True)
             summary_of_part = list(map(summary, part))
             further = [
                 {**row, "completion": t, **item} for row, t, item in zip(rows, texts, summary_of_part, strict=True)
@@ -181,17 +194,18 @@ def prepare_sampling(recipe: Recipe, problems: int) -> tuple[Run, Any, Any]:
     return prepared, source, sampling.prompt_tokens(source, prepared.tokenizer, data)
 
 
-Parts = Iterator[tuple[list[int], list["Rollout"]]]  # (indices of problems, rollouts sorted by problem)
+Parts = Iterator[tuple[list[int], list[Any]]]  # (indices of problems, rollouts or conversations sorted by problem)
 
 
 @contextmanager
-def _plain(prepared: Run, prompts: list[list[int]], settings: SamplingConfig) -> Iterator[Parts]:
+def _plain(prepared: Run, prompts: list[list[int]], settings: SamplingConfig, converse: Any) -> Iterator[Parts]:
     """Yield an iterator over the sampled parts of plain prompts, under the recipe's first cache."""
     from rollout.measure.accuracy import sample_in_parts
     from sparse_rl.recipe import sampling
 
     with sampling.engines(prepared, prepared.recipe.rollout.progress)(prepared.policies[0]) as engine:
-        yield ((places, rollouts) for places, rollouts, _ in sample_in_parts(engine, prompts, settings))
+        parts = sample_in_parts(engine, prompts, settings, converse=converse)
+        yield ((places, sampled) for places, sampled, _ in parts)
 
 
 @contextmanager

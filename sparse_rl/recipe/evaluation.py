@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from rollout.config import EvalRolloutConfig, SamplingConfig
 from rollout.context.config import BASE, RATIOS, PromptCacheConfig
@@ -16,16 +16,18 @@ from sparse_rl.config import (
     NonNegative,
     NonNegativeInt,
     PathText,
+    Positive,
     PositiveInt,
     Probability,
     Source,
     Text,
+    at_most,
     yaml_fields,
 )
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig
-from sparse_rl.recipe.run import Recipe
+from sparse_rl.recipe.run import Recipe, ToolsRecipe
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
 
@@ -217,17 +219,20 @@ class TasksRecipe(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalRecipe(SweptRecipe, TasksRecipe):
+class EvalRecipe(SweptRecipe, TasksRecipe, ToolsRecipe):
     """Evaluation of pass@1 over tasks × models × cache policies.
 
     samples : number of completions per problem
-    accuracy : reward that decides whether an answer is correct
+    accuracy : reward that decides whether an answer is correct; `environment` is what the environment's method
+        get_reward returns
     further_accuracy : name -> further reward that decides whether an answer is correct, for the same completions
     forced_answer : answer forced on completions that come near the length limit; null means that these completions are
         truncated
     prompt_cache : settings for compacting each context once for all its questions: a block, or a list of blocks, each
         of which is evaluated. Nothing is evicted after a context has been compacted. null means that the context is
         part of each prompt
+    max_tool_calling_iterations : maximum number of times that a conversation calls tools; null means any number
+    tool_seconds : time limit of a call of a tool; a conversation with a late tool ends
     """
 
     kind: ClassVar[str] = "eval"
@@ -238,10 +243,13 @@ class EvalRecipe(SweptRecipe, TasksRecipe):
     accuracy: Text | dict[str, Any] = "math"
     further_accuracy: dict[str, Text | dict[str, Any]] = field(default_factory=dict)
     prompt_cache: list[PromptCacheSweep] | None = None
+    max_tool_calling_iterations: PositiveInt | None = None
+    tool_seconds: Annotated[Positive, at_most(86_400)] = 30.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_prompt_cache()
+        self._check_tools()
         self.check_model_len()
         if self.temperature == 0 and self.samples > 1:
             self.warnings.append(f"temperature 0 gives {self.samples} equal samples per problem; use samples: 1")
@@ -256,6 +264,18 @@ class EvalRecipe(SweptRecipe, TasksRecipe):
                 wrong = f"nothing is evicted after a context that prompt_cache compacts; remove {key} or prompt_cache"
                 raise UserError(wrong, key)
         self.refuse_without_context("prompt_cache compacts contexts")
+
+    def _check_tools(self) -> None:
+        if "environment" in self.accuracies().values() and self.environment is None:
+            raise UserError("environment is the reward of an environment, but the recipe names none", "accuracy")
+        if not self.uses_tools and self.max_tool_calling_iterations is not None:
+            raise UserError("has no effect without tools or environment; remove it", "max_tool_calling_iterations")
+        for key in ("prompt_cache", "forced_answer"):
+            if self.uses_tools and getattr(self, key) is not None:
+                raise UserError("is followed by one completion, not by turns; remove tools, or this key", key)
+
+    def tool_limits(self) -> tuple[int | None, float]:
+        return self.max_tool_calling_iterations, self.tool_seconds
 
     def evaluation(self, run: str) -> dict[str, Any]:
         return self.resolved()

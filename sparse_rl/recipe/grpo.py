@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,25 +10,20 @@ from rollout.config import SamplingConfig
 from sparse_rl.config import Text, as_mapping, flat
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import LearnedConfig
-from sparse_rl.recipe.run import Run, SampledRecipe, loaded
+from sparse_rl.recipe.run import Run, SampledRecipe, ToolsRecipe
 from trainer.config import SparseGRPOConfig, check_turns
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPORecipe(SampledRecipe):
+class GRPORecipe(SampledRecipe, ToolsRecipe):
     """RL under a sparse cache; {policy: full} is RL with a full cache.
 
     rewards : names of rewards, or mappings {name: ..., weight: ..., parameters of the reward}; [] if the environment
         has a method get_reward
-    tools : functions that the model may call, as FILE.py:FUNCTION or MODULE:FUNCTION, with type hints and docstrings
-    environment : class whose public methods are tools with a state of the conversation, as FILE.py:CLASS or
-        MODULE:CLASS; or a mapping of names, which the data's column `environment` holds, to classes
     """
 
     kind: ClassVar[str] = "grpo"
     rewards: list[dict[str, Any] | Text]
-    tools: list[Text] = field(default_factory=list)
-    environment: dict[str, Text] | Text | None = None
     grpo: SparseGRPOConfig = flat(SparseGRPOConfig)
 
     def __post_init__(self) -> None:
@@ -38,7 +33,7 @@ class GRPORecipe(SampledRecipe):
             self._check_sync_ref_model()
         if not all(self.rewards) or not (self.rewards or self.environment):
             raise UserError("name at least one reward, for example [math]", "rewards")
-        if self.tools or self.environment:
+        if self.uses_tools:
             compacts = self.prompt_cache is not None
             check_turns(self.cache, self.grpo, self.scorers, compacts=compacts, recorded=self.recorded)
         elif self.trainer_options.get("max_tool_calling_iterations") is not None:
@@ -64,29 +59,16 @@ class GRPORecipe(SampledRecipe):
         return self.grpo.num_generations
 
     def own_code(self) -> list[Any]:
-        environments = self.environment.values() if isinstance(self.environment, dict) else [self.environment]
-        return [*self.rewards, *self.tools, *filter(None, environments)]
+        return [*self.rewards, *self.tool_names()]
 
-    def given_tools(self) -> dict[str, Any]:
-        """Return the tools and environments that the recipe names, as the trainer takes them.
-
-        Raises UserError if one cannot be loaded.
-        """
-        named = self.environment
-        if isinstance(named, dict):
-            factory: Any = {name: loaded(path, "environment") for name, path in named.items()}
-        else:
-            factory = named and loaded(named, "environment")
-        return {"tools": [loaded(path, "tools") for path in self.tools], "environment_factory": factory}
+    def tool_limits(self) -> tuple[int | None, float]:
+        return self.trainer_options.get("max_tool_calling_iterations"), self.grpo.tool_seconds
 
     def findings(self, run: Run) -> dict[str, str]:
         topics = super().findings(run)
-        if self.tools or self.environment:
-            from trainer.grpo.turns import check_tools
-
-            given, keys = self.given_tools(), ("tools", "environment")
-            check_tools(given["tools"], given["environment_factory"], run.tokenizer, len(self.rewards), keys)
-            topics["turns"] = f"{self.cache.turns}, with {', '.join(map(str, self.own_code()[len(self.rewards) :]))}"
+        if self.uses_tools:
+            self.given_tools(run.tokenizer, len(self.rewards))
+            topics["turns"] = f"{self.cache.turns}, with {', '.join(self.tool_names())}"
         if self.recorded:
             recording = self.recording(run.config)
             recording.check_sampling(self.sampling())
@@ -143,10 +125,14 @@ class GRPORecipe(SampledRecipe):
 
     def evaluation(self, run: str) -> dict[str, Any] | None:
         """Return an eval recipe, as a mapping, of the held-out problems under the policy saved with the model."""
-        if self.validation is None or self.tools or self.environment:  # an evaluation calls no tools
+        if self.validation is None:
             return None
         sampling = self.sampling(self.validation.samples)
-        contexts = {} if self.prompt_cache is None else {"prompt_cache": as_mapping(self.prompt_cache)}
+        further = {} if self.prompt_cache is None else {"prompt_cache": as_mapping(self.prompt_cache)}
+        if self.uses_tools:
+            rounds, seconds = self.tool_limits()
+            further |= {"tools": self.tools, "environment": self.environment, "tool_seconds": seconds}
+            further["max_tool_calling_iterations"] = rounds
         return {
             "kind": "eval",
             "model": run,
@@ -154,14 +140,14 @@ class GRPORecipe(SampledRecipe):
             "seed": self.seed,
             "dtype": self.dtype,
             "tasks": {"validation": as_mapping(self.validation.limited_data())},
-            "accuracy": self.rewards[0],
+            "accuracy": self.rewards[0] if self.rewards else "environment",
             "samples": sampling.n,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "max_completion_length": sampling.max_tokens,
-            **contexts,
+            **further,
         }
 
     def sampling(self, samples: int = 1) -> SamplingConfig:
@@ -211,7 +197,7 @@ class GRPORecipe(SampledRecipe):
             peft_config=adapters(self.lora, run.skeleton),
             callbacks=[rundir.RunLog(folder), completions],
             **self.sampled_by(run),
-            **self.given_tools(),
+            **self.given_tools(run.tokenizer, len(self.rewards)),
             thinking=self.data.thinking,
         )
         completions.trainer = trainer

@@ -15,6 +15,7 @@ A recipe is read and checked without torch, so this module imports torch, and wh
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from rollout.config import SAMPLE_LIVE, RolloutConfig, SamplingConfig
 from rollout.context.config import PromptCacheConfig, TrainedPromptCache
-from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, as_mapping, flat, show
+from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, Text, as_mapping, flat, show
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig, TriAttentionConfig
@@ -381,7 +382,8 @@ def rewards_of(named: list[Any], key: str) -> tuple[list[Callable], list[float]]
     from rewards.own import Bounded
 
     try:
-        functions, weights = make_rewards(named)
+        own = named == ["environment"] and key != "rewards"  # TRL adds it to those of a training
+        functions, weights = ([environment_reward], [1.0]) if own else make_rewards(named)
     except ValueError as error:
         raise UserError(str(error), key) from error
     return [Bounded(function, partial(UserError, key=key)) for function in functions], weights
@@ -395,6 +397,13 @@ def loaded(path: str, key: str) -> Any:
         return own_reward(path)
     except Exception as error:  # a user's module may raise anything
         raise UserError(f"{path} cannot be loaded: {type(error).__name__}: {error}", key) from error
+
+
+async def environment_reward(environments: Sequence[Any], **_: Any) -> list[Any]:
+    """Return what `get_reward` of each environment returns: None without this method, and 0 if the environment is None,
+    because a late tool still uses it."""
+    scores = [0.0 if one is None else one.get_reward() if hasattr(one, "get_reward") else None for one in environments]
+    return [await score if inspect.isawaitable(score) else score for score in scores]
 
 
 def read_rows(
@@ -457,6 +466,50 @@ def check_golds(rewards: Sequence[Any], rows: Any, where: str) -> None:
             if len(unread) == len(rows):
                 raise UserError(f"{count}, so it can score no completion; row {first}", where)
             warn(f"{where}: {count}, whose completions it never scores; row {first}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolsRecipe(Recipe):
+    """Recipe that samples completions or, if it names tools or an environment, conversations in which tools are called.
+
+    tools : functions that the model may call, as FILE.py:FUNCTION or MODULE:FUNCTION, with type hints and docstrings
+    environment : class whose public methods are tools with a state of the conversation, as FILE.py:CLASS or
+        MODULE:CLASS; or a mapping of names, which the data's column `environment` holds, to classes
+    """
+
+    tools: list[Text] = field(default_factory=list)
+    environment: dict[str, Text] | Text | None = None
+
+    @property
+    def uses_tools(self) -> bool:
+        return bool(self.tools or self.environment)
+
+    def tool_names(self) -> list[str]:
+        named = self.environment
+        return [*self.tools, *(named.values() if isinstance(named, dict) else [named] if named else [])]
+
+    def tool_limits(self) -> tuple[int | None, float]:
+        """Return how often a conversation calls tools at most (None: any number), and the seconds that a call takes."""
+        raise NotImplementedError
+
+    def given_tools(self, tokenizer: Any, rewards: int) -> dict[str, Any]:
+        """Return the tools and environments that the recipe names, as GRPOTrainer takes them.
+
+        rewards : number of rewards besides those of environments
+
+        Raises UserError if one cannot be loaded, or does not go with the tokenizer.
+        """
+        named = self.environment
+        if isinstance(named, dict):
+            factory: Any = {name: loaded(path, "environment") for name, path in named.items()}
+        else:
+            factory = named and loaded(named, "environment")
+        tools = [loaded(path, "tools") for path in self.tools]
+        if self.uses_tools:
+            from trainer.grpo.turns import check_tools
+
+            check_tools(tools, factory, tokenizer, rewards, ("tools", "environment"))
+        return {"tools": tools, "environment_factory": factory}
 
 
 # ---- recipes that train ------------------------------------------------------------------------------------------

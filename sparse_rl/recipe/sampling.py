@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +28,10 @@ from sparse_rl.models.load import load_model
 from sparse_rl.policies.base import Policy
 from sparse_rl.policies.make import make_policy
 from sparse_rl.progress import stage
-from sparse_rl.recipe.run import Recipe, Run
+from sparse_rl.recipe.run import Recipe, Run, ToolsRecipe
+
+if TYPE_CHECKING:
+    from trainer.conversations import ToolUse
 
 
 def engines(run: Run, progress: bool = False) -> Callable[..., AbstractContextManager[Engine]]:
@@ -46,6 +50,8 @@ def engines(run: Run, progress: bool = False) -> Callable[..., AbstractContextMa
     @contextmanager
     def open_engine(policy: Policy, **options: Any) -> Iterator[Engine]:
         arguments = {**recipe.engine_arguments(), "progress": progress, **options}
+        if isinstance(recipe, ToolsRecipe) and recipe.uses_tools and rollout.engine == "vllm":
+            arguments |= {"max_prompt": None, "max_model_len": rollout.max_model_len}  # schemas and turns are longer
         with stage("starting", f"the {rollout.engine} engine"):
             engine = make_engine(rollout.engine, model=source, policy=policy, **arguments)
         try:
@@ -96,6 +102,22 @@ def prompt_tokens(data: Any, tokenizer: Any, config: DataConfig) -> list[list[in
     if config.has_context:
         return [[*item.context, *item.rest] for item in context_questions(data, tokenizer, config).prompts]
     return [prompt_ids(prompt, tokenizer, config.thinking) for prompt in data["prompt"]]
+
+
+def tool_use(run: Run, config: DataConfig, rows: Any, rewards: int = 1) -> ToolUse | None:
+    """Return what samples the conversations of a recipe with tools about rows of a dataset; None if it names no tools.
+
+    rewards : number of rewards besides those of environments
+    """
+    recipe = run.recipe
+    if not isinstance(recipe, ToolsRecipe) or not recipe.uses_tools:
+        return None
+    from trainer.conversations import ToolUse
+
+    (rounds, seconds), longest = recipe.tool_limits(), recipe.sampling().max_tokens
+    given, window = recipe.given_tools(run.tokenizer, rewards), context_length(run.config)
+    limits = rounds or sys.maxsize, seconds, longest, window
+    return ToolUse(rows, *given.values(), run.tokenizer, config.thinking, *limits)
 
 
 def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Questions:

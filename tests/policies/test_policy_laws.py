@@ -512,7 +512,9 @@ def test_a_policy_rebuilt_from_its_parameters_equals_the_original(name: str, giv
     """Or from a recipe's block or its settings: class, parameters and fingerprint, also through JSON."""
     policy = make_policy(name, **small_parameters(name, **given_parameters))
     parameters = policy.parameters()
-    assert set(parameters) == set(accepted_parameters(name))
+    assert {*parameters, "turns"} == set(accepted_parameters(name))  # `turns` is written only if it is not the default
+    prefilled = make_policy(name, **parameters, turns="prefilled")
+    assert make_policy(json.loads(fingerprint(prefilled))).parameters() == {**parameters, "turns": "prefilled"}
     assert {key: parameters[key] for key in given_parameters} == given_parameters
     named, block = make_policy(name, **parameters), make_policy({"policy": name, **parameters})
     for rebuilt in (named, block, make_policy(policy.config)):

@@ -80,7 +80,9 @@ class Completion {
 
   // The text is cut into blocks, of which the browser lays out and this class colours only those on the screen.
   fill() {
-    const { tokens, prompt } = this.data;
+    const { tokens, parts } = this.data;
+    const titles = new Map(parts.map(([start, ...part]) => [start, part]));
+    let read = false;
     this.blocks = [];
     let block = null;
     const open = (start, title) => {
@@ -98,9 +100,11 @@ class Completion {
     for (let token = 0; token < this.length; token++) {
       const size = block ? token - block.start : 0;
       const cut = size >= LIVES * BLOCK || (size >= BLOCK && tokens[token - 1].includes("\n"));
-      if (token === 0) open(token, prompt ? "prompt" : "completion");
-      else if (token === prompt) open(token, "completion");
+      if (titles.has(token)) open(token, titles.get(token)[0]);
+      else if (token === 0) open(token, "prompt");
       else if (cut) open(token);
+      if (titles.has(token)) read = titles.get(token)[1];
+      block.element.classList.toggle("read", read);
       const span = document.createElement("span");
       const text = tokens[token];
       span.textContent = text.replaceAll("\n", "⏎\n").replaceAll("\t", "→\t") || "␣";
