@@ -119,7 +119,8 @@ def make_tiles(evict_at: Tensor, width: int, segment: int | None = None, before:
         slots = torch.empty_like(keys).scatter_(-1, keys, torch.arange(width, device=device).expand(rows, -1))
         evict_at, position, order = evict_at.flatten(1), keys.int(), torch.stack([keys.clamp(max=length - 1), slots])
     visited, full = tile_tests(position, evict_at)
-    visited[:, : before // TILE], full[:, : before // TILE] = False, False
+    if before >= TILE:
+        visited[:, : before // TILE], full[:, : before // TILE] = False, False
     partial = visited ^ full
     return Tiles(position, evict_at, order, *listed(partial, full, partial.mT, full.mT))
 
@@ -194,7 +195,7 @@ def flex_attend(
         dtype = torch.float32
     tiles = evict_at if isinstance(evict_at, Tiles) else tiles_of(evict_at, in_segments, before)
     width = tiles.position.shape[-1]
-    query, key, value = (x.to(dtype) for x in (F.pad(query, (0, 0, before, 0)), key, value))
+    query, key, value = (x.to(dtype) for x in (F.pad(query, (0, 0, before, 0)) if before else query, key, value))
     if tiles.order is not None:
         order, back = tiles.order.view(2, *key.shape[:2], width, 1)
         key, value = (_Reordered.apply(x, order, back[:, :, :length]) for x in (key, value))

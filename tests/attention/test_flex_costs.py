@@ -201,9 +201,9 @@ def test_layers_share_their_tiles_in_blocks_that_fit(
     monkeypatch.setattr(views, "KEPT", at_once * tiles_bytes(4, 256))
     blocks: list[int] = []
 
-    def counted(evict_at: torch.Tensor, in_segments: bool) -> Tiles:
+    def counted(evict_at: torch.Tensor, in_segments: bool, before: int) -> Tiles:
         blocks.append(len(evict_at))
-        return flex.tiles_of(evict_at, in_segments)
+        return flex.tiles_of(evict_at, in_segments, before)
 
     monkeypatch.setattr(views, "tiles_of", counted)
     wanted, ours = (run(kernel, batch, width, layers) for kernel in ("sdpa", "flex_sorted"))
