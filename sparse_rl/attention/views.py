@@ -196,11 +196,11 @@ class CacheMap(LayerMap):
             part.select(rows)
 
     def fork(self, rows: Sequence[int]) -> Self:
-        records = (record and record.fork(rows) for record in (self.routers, self.states))
+        records = self.routers and self.routers.fork(rows), self.states and self.states.fork(rows)
         return self._of([part.fork(rows) for part in self.parts], *records)
 
     def taken(self, row: int) -> Self:
-        records = (record and record.fork([row]) for record in (self.routers, self.states))
+        records = self.routers and self.routers.fork([row]), self.states and self.states.fork([row])
         return self._of([part.taken(row) for part in self.parts], *records)
 
     @classmethod
