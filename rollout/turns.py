@@ -151,7 +151,9 @@ class ToolCalls(threading.Thread):
                 if name not in self.tools:
                     raise ValueError(f"Tool {name} not found.")
                 result = self.tools[name](**arguments)
-                if inspect.isawaitable(result):
+                if inspect.isawaitable(result) and self.loop is None:
+                    result = asyncio.run(_awaited(result))
+                elif inspect.isawaitable(result):
                     result = asyncio.run_coroutine_threadsafe(_awaited(result), self.loop).result()
                 content = str(result)
             except BaseException as error:
@@ -176,7 +178,10 @@ class ToolCalls(threading.Thread):
 
 
 async def _awaited(result: Any) -> Any:
-    return await result
+    try:
+        return await result
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop, and so all asynchronous tools
+        raise RuntimeError(str(error) or type(error).__name__) from error
 
 
 def calls_of(message: Message) -> list[tuple[str, Message]]:
@@ -203,7 +208,7 @@ class ToolLoop:
     rounds : maximum number of times that a conversation calls tools
     longest : maximum number of tokens since the first prompt; a conversation ends if answers do not fit
     window : context length of the model in tokens; None means unlimited
-    loop : event loop of asynchronous tools, in a thread of its own
+    loop : event loop of asynchronous tools, in a thread of its own; None: each call has one of its own
     calls, failures, late : counts so far
     """
 

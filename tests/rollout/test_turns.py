@@ -103,9 +103,14 @@ async def slow_answer(key: str) -> str:
     return "later"
 
 
+async def exits_later(key: str) -> str:
+    sys.exit(3)
+
+
 TOOLS = {
     "answers": (lambda key: "1e", "1e", 0),
     "asynchronous": (slow_answer, "later", 0),
+    "asynchronous, and exits": (exits_later, str({"error": "3"}), 1),
     "raises": (raising, str({"error": "'no such key'"}), 1),
     "raises an error without a text": (without_text, str({"error": "Textless"}), 1),
     "answers with half a surrogate pair": (lambda key: "1\udcff", "1?", 0),
@@ -141,6 +146,14 @@ def test_a_tool_that_is_unknown_is_an_answer_and_a_malformed_call_ends_the_conve
     assert (conversation.turns, loop.calls) == (1, 0)
     assert calls_of({"tool_calls": [{"function": {"name": "get", "arguments": "a"}}]}) == []
     assert calls_of({"tool_calls": [{"function": {"name": "get", "arguments": {"key": 1}}}]}) == [("get", {"key": 1})]
+
+
+def test_asynchronous_tools_need_no_loop_of_the_caller_and_go_on_after_an_exit():
+    (conversation,), *_ = ran(slow_answer, "get", "end", loop=None)
+    assert answers(conversation) == ["later"]
+    tools = iter([exits_later, slow_answer])
+    (conversation,), _, late, _ = ran(lambda key: next(tools)(key), "get", "get", "end")
+    assert (answers(conversation), late) == ([str({"error": "3"}), "later"], [])
 
 
 def test_two_calls_of_a_turn_are_answered_in_order():
