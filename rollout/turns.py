@@ -12,12 +12,15 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollout.config import SamplingConfig
 from rollout.engine import Engine, Rollout, Turn
+from rollout.vllm.memory import turn_entries
 from sparse_rl.errors import StoppedError
+from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 
 Message = dict[str, Any]  # {"role": ..., "content": ..., "tool_calls": ...}, as chat templates read it
@@ -109,6 +112,19 @@ def sample_turns(
         conversation.add(rollout, held)
 
 
+def turn_lengths(policy: Policy, prompt: int, completion: int) -> tuple[int, int]:
+    """Return the maximum number of tokens that an engine reads before a turn, kept entries included, and that of the
+    rest of a conversation: its parameters `prompt` and `completion`.
+
+    policy : it says whether the cache is kept between turns
+    prompt, completion : maximum numbers of tokens of the first prompt, and of all that follows it
+    """
+    whole = prompt + completion
+    entries = turn_entries(policy, completion) if policy.config.turns == "kept" else None
+    reads = whole - 1 if entries is None else max(prompt, min(entries, whole - 1))  # None: it reads all tokens again
+    return reads, whole - reads
+
+
 # ---- tools -----------------------------------------------------------------------------------------------------------
 
 
@@ -119,42 +135,57 @@ class ToolCalls(threading.Thread):
 
     answers : messages of the tools so far; a tool that raises anything, SystemExit included, answers with the error
     failures : number of calls that failed
-    began : time at which the present call began
+    calling, began : name of the present tool, and the time at which its call began
+    ended : True if no further call is made, because the conversation has ended
     """
 
     def __init__(self, calls: Sequence[tuple[str, Message]], tools: Mapping[str, Callable], loop: Any) -> None:
         super().__init__(daemon=True)
         self.calls, self.tools, self.loop = calls, tools, loop
         self.answers: list[Message] = []
-        self.failures, self.began = 0, time.monotonic()
+        self.calling, self.began = calls[0][0], time.monotonic()
+        self.failures, self.ended = 0, False
 
     def run(self) -> None:
         for name, arguments in self.calls:
-            self.began = time.monotonic()
+            if self.ended:
+                return
+            self.calling, self.began = name, time.monotonic()
             try:
                 if name not in self.tools:
                     raise ValueError(f"Tool {name} not found.")
                 result = self.tools[name](**arguments)
-                if inspect.isawaitable(result):
+                if inspect.isawaitable(result) and self.loop is None:
+                    result = asyncio.run(_awaited(result))
+                elif inspect.isawaitable(result):
                     result = asyncio.run_coroutine_threadsafe(_awaited(result), self.loop).result()
                 content = str(result)
             except BaseException as error:
                 self.failures += 1
-                content = str({"error": str(error) or type(error).__name__})
+                text = type(error).__name__
+                with suppress(Exception):  # an error whose text raises another one
+                    text = str(error) or text
+                content = str({"error": text})
+            content = content.encode(errors="replace").decode()  # no tokenizer takes halves of surrogate pairs
             self.answers.append({"role": "tool", "name": name, "content": content})
 
     def late(self, seconds: float) -> bool:
-        """Wait until all tools have answered. Returns True as soon as one has taken longer than `seconds`."""
+        """Wait until all tools have answered. Returns True as soon as one has taken longer than `seconds`; those after
+        it are then not called."""
         while self.is_alive():
             left = self.began + seconds - time.monotonic()
             if left <= 0:
+                self.ended = True
                 return True
             self.join(left)
         return False
 
 
 async def _awaited(result: Any) -> Any:
-    return await result
+    try:
+        return await result
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop, and so all asynchronous tools
+        raise RuntimeError(str(error) or type(error).__name__) from error
 
 
 def calls_of(message: Message) -> list[tuple[str, Message]]:
@@ -181,7 +212,7 @@ class ToolLoop:
     rounds : maximum number of times that a conversation calls tools
     longest : maximum number of tokens since the first prompt; a conversation ends if answers do not fit
     window : context length of the model in tokens; None means unlimited
-    loop : event loop of asynchronous tools, in a thread of its own
+    loop : event loop of asynchronous tools, in a thread of its own; None: each call has one of its own
     calls, failures, late : counts so far
     """
 
@@ -255,7 +286,7 @@ class ToolLoop:
                 conversations[i].failures += thread.failures + late
                 if late:
                     self.late += 1
-                    self._stop_after_many(asked[i][len(thread.answers)][0])
+                    self._stop_after_many(thread.calling)
                 else:
                     answered[i] = thread.answers
         return answered

@@ -18,7 +18,8 @@ from rollout.context.cache import context_bytes
 from rollout.context.compact import stored_queries
 from rollout.measure.accuracy import label as policy_label
 from rollout.measure.contexts import label
-from rollout.vllm.memory import beside_cache, held_head, pool_bytes
+from rollout.turns import turn_lengths
+from rollout.vllm.memory import beside_cache, held_head, kept_bytes, pool_bytes
 from sparse_rl.attention.families import windows_of
 from sparse_rl.attention.views import KEPT
 from sparse_rl.data.config import DataConfig
@@ -44,6 +45,7 @@ ASSUMED_PROMPT = 512  # tokens in a prompt, if the recipe does not bound its pro
 QUERY = 12  # bytes of the record of one reference query
 SUPPORT = 60  # bytes of a typical support, of 15 tokens; top-p and min-p do not bound it
 ASSUMED_LENGTH = 4096  # tokens in a row, if the recipe does not bound its rows
+TWICE = "each before and after a turn"
 TIGHT = 0.9  # share of the memory above which a fit is called tight
 OUTSIDE = 1_500_000_000  # bytes of a GPU outside PyTorch: 0.4 GB for CUDA, 0.7 for NCCL (its issue 964), 0.4 for graphs
 TILE = 4096, 32_768  # tokens and vocabulary of the logits that TRL's fused head holds
@@ -150,6 +152,8 @@ class _Process:
         in_float32 = self.recipe.dtype == "float32" and not self.cuda
         self.exact = in_float32 and (rollout is None or rollout.exact)  # attention is computed in float64
         self.vllm = rollout is not None and rollout.engine == "vllm"
+        self.turns = bool(getattr(self.recipe, "tools", None) or getattr(self.recipe, "environment", None))
+        self.keeps = self.turns and self.policies[0].config.turns == "kept"
 
     def engine_items(self) -> list[Item]:
         """Return the items of the vllm engine, such as its copy of the weights and its KV pool. Empty for hf."""
@@ -171,6 +175,9 @@ class _Process:
             pool = max(share - own - OUTSIDE, 0)  # vLLM subtracts both
             source += "" if pool else " leaves no room for a cache, so vLLM will not start"
         arguments = recipe.engine_arguments()
+        if self.turns and (longest := recipe.longest_prompt()) is not None:
+            lengths = turn_lengths(self.policies[0], longest, recipe.sampling().max_tokens)
+            arguments = rollout.arguments(recipe.dtype, *lengths)
         need = max(pool_bytes(policy, arguments, self.config, self.cuda) for policy in self.policies)
         if need < pool:
             shared = " and a shared prompt" * any(policy.schedule.evicts for policy in self.policies)
@@ -178,11 +185,16 @@ class _Process:
             pool, source = need, f"{most}; {source} would be {show(pool)}"
         held = int(pool * beside.per_byte) + beside.requests
         asleep = held if rollout.sleep else 0
+        conversations, count = list[Item](), recipe.sequences() or 0
+        if self.keeps:
+            size = kept_bytes(self.policies[0], self.config, count, itemsize=self.itemsize, cuda=self.cuda)
+            conversations = [Item("vllm: kept conversations", host=size, when="sampling", note=f"{count}, {TWICE}")]
         return [
             Item("vllm: weights", own, kept, when=when, note=note),
             Item("vllm: KV pool", pool, when=when, note=source),
             Item("vllm: beside the pool", held, asleep, when, "positions, the policy's state and last queries"),
             Item("vllm: sampler", beside.sampler, when="sampling", note=f"{rollout.max_batch} tokens, with top_p"),
+            *conversations,
         ]
 
     def cache_items(self, policy: Policy, prompt: int, at_once: int, some: int | None = None) -> list[Item]:
@@ -195,7 +207,8 @@ class _Process:
             parts = zip(policy.parts, policy.config.spans(layers), strict=True)
             return [item for part, n in parts if n for item in self.cache_items(part, prompt, at_once, n)]
         layers, fed = some or layers, self.fed(prompt)
-        entries = policy.schedule.most_held(prompt, fed)
+        read = turn_lengths(policy, prompt, fed + 1 - prompt)[0] if self.turns else prompt
+        entries = policy.schedule.most_held(read, fed)
         wide = held_head(policy, head_dim, self.exact, self.cuda) if self.vllm else head_dim
         summaries = entries // policy.config.page if isinstance(policy, Clustered) else 0
         unit_bytes = cache_bytes(entries + summaries, layers, kv_heads, wide, self.itemsize)
@@ -210,7 +223,14 @@ class _Process:
         note += f"; heads of {wide}, which include biases" if wide > head_dim else ""
         if self.vllm:  # the pool contains them
             return [Item(f"KV cache of {at_once}", when="sampling", note=f"{note}, in the pool")]
-        return [Item(f"KV cache of {at_once}", at_once * (unit_bytes + state), when="sampling", note=note)]
+        items = [Item(f"KV cache of {at_once}", at_once * (unit_bytes + state), when="sampling", note=note)]
+        if self.keeps:
+            between = min(policy.schedule.peak or fed, fed) if policy.schedule.evicts else fed
+            share = (unit_bytes + state) * between // entries
+            share += window_bytes(self.config, fed, self.itemsize) if self.windows and some is None else 0
+            count = self.recipe.sequences() or at_once
+            items.append(Item("kept conversations", 2 * count * share, when="sampling", note=f"{count}, {TWICE}"))
+        return items
 
     def fed(self, prompt: int) -> int:
         """Return the maximum number of tokens that a cache holds after prompts of `prompt` tokens."""

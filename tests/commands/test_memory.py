@@ -260,6 +260,31 @@ def test_a_plan_counts_the_cache_of_each_group_of_layers():
     assert traces["layered"] == traces["clustered"] > 0
 
 
+def test_a_plan_counts_conversations_that_are_kept_between_turns():
+    """On the device for hf, in host memory for vllm, and nowhere if turns are prefilled or there are no tools."""
+    sparse = {"policy": "gkv", "budget": 20, "window": 4, "period": 8}
+
+    def items(engine: str, **cache: str) -> dict[str, Item]:
+        tools = {"environment": "sparse_rl.data.synthetic:LookUpTable"} if cache else {}
+        recipe = {**GRPO, "cache": sparse | cache, "rollout": {"engine": engine, "max_batch": 2}, **tools}
+        recipe |= {"data": {"path": "rows.jsonl", "max_prompt_tokens": 50}}
+        return {item.name: item for item in plan(make_recipe(recipe), tiny_config()).items}
+
+    kept, prefilled, without = (items("hf", **cache) for cache in ({"turns": "kept"}, {"turns": "prefilled"}, {}))
+    count, held = 8, 28  # a batch, and budget and period
+    config = tiny_config()
+    unit_bytes = cache_bytes(held, *cache_shape(config), 4)
+    assert unit_bytes < kept["kept conversations"].device / (2 * count) < 1.5 * unit_bytes
+    assert "kept conversations" not in prefilled | without
+    assert "128 entries" in kept["KV cache of 2"].note  # 28, and an answer of 100 tokens
+    assert "149 entries" in prefilled["KV cache of 2"].note and "50 entries" in without["KV cache of 2"].note
+    kept, prefilled, without = (items("vllm", **cache) for cache in ({"turns": "kept"}, {"turns": "prefilled"}, {}))
+    assert kept["vllm: kept conversations"].host > 2 * count * unit_bytes
+    assert "vllm: kept conversations" not in prefilled | without
+    pools = [plan["vllm: KV pool"].device for plan in (without, kept, prefilled)]
+    assert pools == sorted(set(pools))
+
+
 def test_counted_bytes_of_the_last_queries_equal_the_allocated_bytes(new_model):
     model = new_model("qwen2")
     policy = make_policy("am", budget=16, window=4, period=8)

@@ -11,8 +11,19 @@ import pytest
 
 from rollout.config import SamplingConfig
 from rollout.engine import Rollout
-from rollout.turns import AT_ONCE, MOST_LATE, Conversation, ToolLoop, TurnTrace, calls_of, sample_turns
+from rollout.turns import (
+    AT_ONCE,
+    MOST_LATE,
+    Conversation,
+    ToolCalls,
+    ToolLoop,
+    TurnTrace,
+    calls_of,
+    sample_turns,
+    turn_lengths,
+)
 from sparse_rl.errors import StoppedError
+from sparse_rl.policies import make_policy
 from sparse_rl.trace import EvictionTrace
 
 PROMPT, CALLS = [1, 2], {"get": [7, 3], "end": [8, 3], "unknown": [9, 3], "two": [5, 3], "broken": [6, 3]}
@@ -78,15 +89,31 @@ def raising(key: str) -> str:
     raise KeyError("no such key")
 
 
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("this error has no text")
+
+
+def without_text(key: str) -> str:
+    raise Textless
+
+
 async def slow_answer(key: str) -> str:
     await asyncio.sleep(0)
     return "later"
 
 
+async def exits_later(key: str) -> str:
+    sys.exit(3)
+
+
 TOOLS = {
     "answers": (lambda key: "1e", "1e", 0),
     "asynchronous": (slow_answer, "later", 0),
+    "asynchronous, and exits": (exits_later, str({"error": "3"}), 1),
     "raises": (raising, str({"error": "'no such key'"}), 1),
+    "raises an error without a text": (without_text, str({"error": "Textless"}), 1),
+    "answers with half a surrogate pair": (lambda key: "1\udcff", "1?", 0),
     "exits": (lambda key: sys.exit(3), str({"error": "3"}), 1),
     "of other arguments": (lambda: "1e", None, 1),
 }
@@ -119,6 +146,14 @@ def test_a_tool_that_is_unknown_is_an_answer_and_a_malformed_call_ends_the_conve
     assert (conversation.turns, loop.calls) == (1, 0)
     assert calls_of({"tool_calls": [{"function": {"name": "get", "arguments": "a"}}]}) == []
     assert calls_of({"tool_calls": [{"function": {"name": "get", "arguments": {"key": 1}}}]}) == [("get", {"key": 1})]
+
+
+def test_asynchronous_tools_need_no_loop_of_the_caller_and_go_on_after_an_exit():
+    (conversation,), *_ = ran(slow_answer, "get", "end", loop=None)
+    assert answers(conversation) == ["later"]
+    tools = iter([exits_later, slow_answer])
+    (conversation,), _, late, _ = ran(lambda key: next(tools)(key), "get", "get", "end")
+    assert (answers(conversation), late) == ([str({"error": "3"}), "later"], [])
 
 
 def test_two_calls_of_a_turn_are_answered_in_order():
@@ -155,6 +190,50 @@ def test_a_late_tool_ends_its_conversation_alone():
     assert len(late) == loop.late == loop.failures == 1
     assert sorted(c.turns for c in conversations) == [1, 2, 2] and conversations[late[0]].turns == 1
     assert answers(conversations[late[0]]) == []
+
+
+def test_after_a_late_tool_the_turn_calls_no_other():
+    began, goes_on = [], threading.Event()
+
+    def tool(key: str) -> str:
+        began.append(key)
+        goes_on.wait()
+        return "1e"
+
+    _, loop, late, _ = ran(tool, "two", "end", seconds=0.2)
+    assert (late, loop.late, began) == ([0], 1, ["a"])
+    goes_on.set()
+    for thread in [thread for thread in threading.enumerate() if isinstance(thread, ToolCalls) and thread.ended]:
+        if thread.tools["get"] is tool:
+            thread.join()
+    assert began == ["a"]
+    began.clear()
+    ran(tool, "two", "end")  # control: none is late
+    assert began == ["a", "b"]
+
+
+def test_a_tool_that_answers_just_when_it_is_late_is_late(monkeypatch):
+    def late(thread: ToolCalls, seconds: float) -> bool:
+        thread.join()
+        return True
+
+    monkeypatch.setattr(ToolCalls, "late", late)
+    _, loop, late_rows, _ = ran(lambda key: "1e", "get", "end")
+    assert (late_rows, loop.late) == ([0], 1)
+
+
+def test_an_engine_has_room_for_kept_entries_and_the_longest_answer():
+    """A cache that is not kept, or does not evict, reads the whole conversation again; one that reads answers token by
+    token needs no room for them."""
+    sparse = {"budget": 20, "window": 4, "period": 8}
+
+    def lengths(policy: str, **keys: Any) -> tuple[int, int]:
+        return turn_lengths(make_policy(policy, **keys), 100, 50)
+
+    assert lengths("gkv", **sparse) == (100, 50) and lengths("gkv", **{**sparse, "budget": 70}) == (128, 22)
+    assert lengths("gkv", **{**sparse, "budget": 120}) == lengths("full") == (149, 1)
+    assert lengths("gkv", **sparse, turns="prefilled") == (149, 1)
+    assert lengths("am", **{**sparse, "budget": 70}) == (100, 50)
 
 
 def test_many_late_tools_stop_the_run():

@@ -166,6 +166,25 @@ def test_a_late_tool_ends_its_conversation_and_its_environment_is_not_used_again
     assert second["rewards/Hanging/mean"] == sum(numbers) / 8
 
 
+def test_the_time_of_tools_is_that_of_sampling_not_of_the_update(tmp_path, monkeypatch):
+    seconds = [0.0]
+
+    class Slow(LookUpTable):
+        def get(self, key: str) -> str:
+            """Look up a key.
+
+            Args:
+                key: The key to look up.
+            """
+            seconds[0] += 1000.0
+            return super().get(key)
+
+    monkeypatch.setattr("trainer.grpo.metrics.now", lambda: seconds[0])
+    made(tmp_path, "kept", "max_steps=1", environment_factory=Slow).train()
+    (line,) = steps(tmp_path)
+    assert line["time/generate"] == seconds[0] > 0 == line["time/update"]
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 

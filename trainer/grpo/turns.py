@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import get_json_schema
 from trl import chat_template_utils as templates
 
-from rollout.turns import Conversation, Message, ToolLoop, TurnTrace, sample_turns
+from rollout.turns import Conversation, Message, ToolLoop, TurnTrace, sample_turns, turn_lengths
 from sparse_rl.attention.branches import branched_rows
 from sparse_rl.attention.families import context_length, state_layers
 from sparse_rl.errors import UserError, reason
@@ -108,23 +108,23 @@ class ToolSampling:
             raise UserError(f"{wrong}; use kept", "cache.turns")
 
     def lengths(self, prompt: int) -> tuple[int, int]:
-        """Return the maximum numbers of tokens of a prompt and of a completion, for the engine. prompt : maximum number
-        of tokens of a prompt without the schemas of tools"""
-        prompt, completion = prompt + self._schema_tokens(), self.trainer.sampling.max_tokens
-        return (prompt, completion) if self.kept else (prompt + completion - 1, 1)
+        """Return `turn_lengths`. prompt : maximum number of tokens of a prompt without the schemas of tools"""
+        policy, completion = self.trainer.sampler.policy, self.trainer.sampling.max_tokens
+        return turn_lengths(policy, prompt + self._schema_tokens(), completion)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> list[Conversation]:
         """Return conversations with these prompts (token ids), after the first turn of each."""
         conversations = [Conversation(list(prompt), self.kept) for prompt in prompts]
         limits = [self.trainer.sampling.max_tokens] * len(conversations)
-        self._sample(conversations, [[] for _ in conversations], limits)
+        with self.trainer.clock.timed("generate"):
+            self._sample(conversations, [[] for _ in conversations], limits)
         return conversations
 
     def _sample(self, conversations: list[Conversation], read: list[list[int]], limits: list[int]) -> None:
         trainer = self.trainer
         seed = trainer.sampling_seed(None if trainer.mode == "eval" else trainer.generations)
         sampling = dataclasses.replace(trainer.sampling, seed=seed)
-        with trainer.refused_at_this_step(), trainer.clock.timed("generate"):
+        with trainer.refused_at_this_step():
             sample_turns(trainer.engine, conversations, read, limits, sampling)
 
     def go_on(self, conversations: Sequence[Conversation], completions: Sequence[list[Message]]) -> tuple[int, int]:
@@ -151,7 +151,8 @@ class ToolSampling:
             late=self.late,
         )
         tools = [{**a, **b} for a, b in zip(trainer._sync_tool_dicts, trainer._async_tool_dicts, strict=True)]
-        late = loop.run(conversations, tools, self._sample)
+        with trainer.clock.timed("generate"):
+            late = loop.run(conversations, tools, self._sample)
         self.late = loop.late
         self._record(conversations, len(late))
         for row in late:
