@@ -201,6 +201,8 @@ class Engine(Protocol):
         turn, its completion all tokens since, with `spans` of what was sampled, and its trace is one record, in which a
         token that has left the cache never returns. `held` is for the next turn, and is None if `keep` is False. It may
         be used more than once: each use goes on from the same cache.
+
+        Raises UserError for a conversation that another engine holds, or that began under other weights.
         """
         ...
 

@@ -84,12 +84,17 @@ class PrefilledPrompts:
         return PrefilledPrompts(self.cache.fork(rows), self.hidden[index])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeldConversation:
-    """A conversation between two turns. cache : one row, in which the last sampled token is not yet"""
+    """A conversation between two turns.
+
+    cache : one row, in which the last sampled token is not yet
+    sampler : engine that holds it, and count of changes of the engine's weights
+    """
 
     rollout: Rollout
     cache: Cache
+    sampler: tuple[HFEngine, int]
 
 
 @dataclass
@@ -154,7 +159,15 @@ class HFEngine:
     def converse(
         self, turns: Sequence[Turn], sampling: SamplingConfig, keep: bool = True
     ) -> list[tuple[Rollout, HeldConversation | None]]:
+        for turn in turns:
+            if turn.held is not None and getattr(turn.held, "sampler", None) != self._sampler:
+                wrong = "a conversation goes on only in the engine that holds it, and only under the same weights"
+                raise UserError(f"{wrong}; begin it again")
         return self._run(requests_of_turns(turns, sampling, self.model.config.vocab_size), sampling, keep)
+
+    @property
+    def _sampler(self) -> tuple[HFEngine, int]:
+        return self, sum(weight._version for weight in self.model.parameters())
 
     def simulate(
         self,
@@ -291,7 +304,8 @@ class HFEngine:
         with self._sampling(), sampling_stage(requests, self.progress) as shown:
             for part, start in starts:
                 for request, rollout, cache in self._wave(part[start : start + self.max_batch], sampling, shown, keep):
-                    results[request.place] = rollout, HeldConversation(rollout, cache) if cache else None
+                    held = HeldConversation(rollout, cache, self._sampler) if cache else None
+                    results[request.place] = rollout, held
                     shown.advance()
         return [results[place] for place in range(len(requests))]
 

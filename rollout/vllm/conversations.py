@@ -7,7 +7,7 @@ the whole conversation again, of which vLLM's prefix caching may still have the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
@@ -70,6 +70,11 @@ class TurnRequest(Request):
         return self.held is not None and not self.policy.reads_chunks
 
     @property
+    def forced_first(self) -> int:
+        """Number of tokens that the request is forced to take before the turn's first one is sampled."""
+        return len(self.answer) if self.singly else 0
+
+    @property
     def tokens(self) -> list[int]:
         return self.prompt[: self.held.seen + 1] if self.singly else self.prompt
 
@@ -108,7 +113,7 @@ class TurnRequest(Request):
         tokens, logprobs, model_logprobs : what the request has sampled, after the tokens that it was forced to take
         evict_at, sections : the record of this turn, for all S tokens of the conversation
         """
-        forced, length = len(self.answer) if self.singly else 0, evict_at.shape[-1]
+        forced, length = self.forced_first, evict_at.shape[-1]
         before: Rollout | None = None if self.held is None else self.held.rollout
         prompt = len(self.prompt if before is None else before.prompt_ids)
         if before is not None:
@@ -139,15 +144,25 @@ def _after(before: Mapping[str, Tensor], now: Mapping[str, Tensor], earlier: int
 
 
 def turn_requests(
-    turns: Sequence[Turn], sampling: SamplingConfig, keep: bool, policy: Policy, vocabulary: int
+    turns: Sequence[Turn],
+    sampling: SamplingConfig,
+    keep: bool,
+    policy: Policy,
+    vocabulary: int,
+    own: Collection[Any],
 ) -> list[TurnRequest]:
-    """Return the request of each turn. Raises UserError for a conversation that cannot go on."""
-    if any(isinstance(turn.held, KeptConversation) and turn.held.lost for turn in turns):
-        raise UserError("a conversation is lost when the engine takes new weights or sleeps; begin it again")
+    """Return the request of each turn. own : conversations that the engine holds
+
+    Raises UserError for a conversation that cannot go on.
+    """
+    for held in (turn.held for turn in turns if turn.held is not None):
+        if held not in own:
+            raise UserError("a conversation goes on only in the engine that holds it; begin it again")
+        if held.lost:
+            raise UserError("a conversation is lost when the engine takes new weights or sleeps; begin it again")
     requests = []
     for given in requests_of_turns(turns, sampling, vocabulary):
         next_turn = KeptConversation() if keep else None
         request = TurnRequest(**vars(given), policy=policy, next=next_turn)
-        extra = len(request.answer) if request.singly else 0
-        requests.append(replace(request, max_tokens=request.max_tokens + extra))
+        requests.append(replace(request, max_tokens=request.max_tokens + request.forced_first))
     return requests

@@ -191,9 +191,10 @@ class VLLMEngine:
         """Implement `Engine.converse`. In the next run after `held` is no longer referenced, and when the weights
         change, the workers let go of a conversation's entries.
 
-        Raises UserError for a conversation whose entries are lost.
+        Raises UserError for a conversation that another engine holds, or whose entries are lost.
         """
-        requests = turn_requests(turns, sampling, keep, self.policy, self.config.vocab_size)
+        vocabulary = self.config.vocab_size
+        requests = turn_requests(turns, sampling, keep, self.policy, vocabulary, self.conversations)
         self.conversations.update(request.next for request in requests if request.next is not None)
         rollouts = self._rollouts(requests, sampling)
         return [(rollout, request.next) for rollout, request in zip(rollouts, requests, strict=True)]
@@ -272,6 +273,7 @@ class VLLMEngine:
 
         stop = stop_tokens(sampling, self.generation_config, self.config)
         engine = self.llm.llm_engine
+        forced_first = {r.place: r.forced_first for r in requests if isinstance(r, TurnRequest)}
         sampled: dict[int, Any] = {}
         added: list[str] = []
 
@@ -310,7 +312,8 @@ class VLLMEngine:
                         if place < 0 or sequence.stop_reason == "preempted":  # scheduler.py
                             continue
                         if sequence.finish_reason == "error":
-                            raise NotFiniteLogprobError(*divmod(place, sampling.n), len(sequence.token_ids), self.dtype)
+                            step = max(len(sequence.token_ids) - forced_first.get(place, 0), 0)
+                            raise NotFiniteLogprobError(*divmod(place, sampling.n), step, self.dtype)
                         sampled[place] = sequence
                         stage.advance()
             return sampled

@@ -7,6 +7,7 @@ late; none at all; a turn that was tokenized again.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -335,6 +336,30 @@ def test_wrong_turns_are_refused_in_one_line() -> None:
         engine.converse([Turn([], 4)], sampling())
     with pytest.raises(UserError, match="prompt 0 has token 999"):
         engine.converse([Turn([999], 4, turns[0][0][1])], sampling())
+
+
+def test_a_conversation_goes_on_only_where_it_began_and_under_its_weights() -> None:
+    """Its keys are those of other weights. Weights change by a synchronisation, or by a step of the live module."""
+    model = copy.deepcopy(model_of("qwen3"))
+    engine, other = (make_engine("hf", model=model, policy=policy_of("gkv", budget=12, window=4)) for _ in range(2))
+
+    def begun() -> Turn:
+        return Turn([3], 4, engine.converse([Turn([3, 4, 5], 4)], sampling())[0][1])
+
+    def refused(asked: Any, turn: Turn) -> None:
+        with pytest.raises(UserError, match="a conversation goes on only in the engine that holds it, and only under"):
+            asked.converse([Turn([3, 4, 5], 4), turn], sampling())
+
+    first = begun()
+    refused(other, first)
+    engine.converse([first], sampling())
+    engine.load_weights(model.state_dict().items())
+    refused(engine, first)
+    second = begun()
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    refused(engine, second)
+    engine.converse([begun()], sampling())
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,16 @@ class Watched(SparseGRPOTrainer):
 
 @BOTH
 def test_the_gradient_is_that_of_a_mean_per_conversation(turns, tmp_path):
-    """The control is a mean per turn. The engine's log-probs and the trainer's are equal for the sampled tokens."""
+    """The control is a mean per turn. The engine's log-probs and the trainer's are equal for the sampled tokens.
+
+    A policy's own metrics are those of a sequence that was sampled under its trace.
+    """
     words = ("max_steps=1", "per_device_train_batch_size=16", "max_grad_norm=0")
-    trainer = made(tmp_path, turns, *words, cls=Watched)
+    trainer, measured = made(tmp_path, turns, *words, cls=Watched), []
+    trainer.own_metrics.record_policy = measured.append
     trainer.train()
+    (rollout,) = measured
+    assert any(rollout is conversation.rollouts[-1] for conversation in trainer.seen)
     assert trainer.distances["conversation"] <= 3e-6 and trainer.distances["turn"] > 0.05, trainer.distances
     (line,) = steps(tmp_path)
     assert line["replay/gap_max"] <= 1e-5 and line["grad_norm"] > 0

@@ -3,6 +3,7 @@ tokens, log-probs and records, to the last bit. Then nothing is left of them, ne
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -172,6 +173,9 @@ def test_workers_let_go_of_conversations(open_engine: Callable) -> None:
     engine.generate(read[0][:1], SAMPLING)
     assert 0 < kept_in_worker() < whole / 3
     held = pairs[0][1]
+    with pytest.raises(UserError, match="a conversation goes on only in the engine that holds it"):
+        engine.converse([Turn([5], 4, copy.copy(held))], SAMPLING)  # as that of another engine
+    assert len(engine.converse([Turn([5], 4, held)], SAMPLING)) == 1
     weights = load_model(QUICKSTART).state_dict()
     engine.load_weights((name, weight) for name, weight in weights.items() if name in engine._expected[2])
     assert kept_in_worker() == 0

@@ -16,7 +16,8 @@ from judging import same
 from learned import learned_policy, save_learned, with_scorers
 from tiny import FOLDER, HEADS_OF_32, new_model
 
-from rollout import SamplingConfig
+from rollout import SamplingConfig, make_engine
+from rollout.engine import Turn
 from rollout.sampling import NotFiniteLogprobError
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.models.load import load_model
@@ -222,3 +223,15 @@ def test_a_token_that_overflows_only_in_the_last_layer_fails_no_sample_that_it_p
     with pytest.raises(NotFiniteLogprobError, match=r"^prompt 1, sample 0: the log-probability of token 0 "):
         engine.generate([texts[0], [*texts[0][:48], POISON]], sampling)
     assert same(engine.generate(texts, sampling)[:: sampling.n], single)
+
+
+def test_a_turn_of_a_conversation_is_named_by_its_own_tokens(open_engine: Callable) -> None:
+    """If its log-probs are not finite because a token that was read one by one is damaged; as by the hf engine."""
+    policy, folder = POLICIES["am"], poisoned("am")
+    for engine in (
+        open_engine(policy, folder, max_batch=2, max_model_len=256),
+        make_engine("hf", model=folder, policy=policy),
+    ):
+        ((_, held),) = engine.converse([Turn(GOOD[0], 4)], SamplingConfig(1, temperature=0, ignore_eos=True))
+        with pytest.raises(NotFiniteLogprobError, match="prompt 0, sample 0: the log-probability of token 0 of"):
+            engine.converse([Turn([5, POISON], 4, held)], SamplingConfig(1, temperature=0, ignore_eos=True))

@@ -322,7 +322,9 @@ class GRPOMetrics:
             for name, total in zip(("size", "single", "mass"), support, strict=True):
                 self._note(f"support/{name}", total / tokens)
         if not recorded or trainer.engine.same_policy:
-            self.record_policy(max(rollouts, key=lambda r: len(r.trace)))
+            # the trace of a turn that was prefilled is that of a prompt of all tokens before it
+            turns = [conversation.rollouts[-1] for conversation in trainer.batch.conversations]
+            self.record_policy(max(turns or rollouts, key=lambda r: len(r.trace)))
 
     def warn_if_nothing_is_learnt(self) -> None:
         """Warn once for each reason why nothing can be learnt from the newest batches."""
