@@ -89,12 +89,12 @@ class HeldConversation:
     """A conversation between two turns.
 
     cache : one row, in which the last sampled token is not yet
-    sampler : engine that holds it, and count of changes of the engine's weights
+    sampler : engine that holds it, and what identifies the engine's weights (`_sampler`)
     """
 
     rollout: Rollout
     cache: Cache
-    sampler: tuple[HFEngine, int]
+    sampler: tuple[HFEngine, int, str]
 
 
 @dataclass
@@ -159,15 +159,17 @@ class HFEngine:
     def converse(
         self, turns: Sequence[Turn], sampling: SamplingConfig, keep: bool = True
     ) -> list[tuple[Rollout, HeldConversation | None]]:
-        for turn in turns:
-            if turn.held is not None and getattr(turn.held, "sampler", None) != self._sampler:
-                wrong = "a conversation goes on only in the engine that holds it, and only under the same weights"
-                raise UserError(f"{wrong}; begin it again")
+        own, held = self._sampler(), [turn.held for turn in turns if turn.held is not None]
+        if any(getattr(conversation, "sampler", None) != own for conversation in held):
+            wrong = "a conversation goes on only in the engine that holds it, and only under the same weights"
+            raise UserError(f"{wrong}; begin it again")
         return self._run(requests_of_turns(turns, sampling, self.model.config.vocab_size), sampling, keep)
 
-    @property
-    def _sampler(self) -> tuple[HFEngine, int]:
-        return self, sum(weight._version for weight in self.model.parameters())
+    def _sampler(self) -> tuple[HFEngine, int, str]:
+        """Return this engine, the count of changes of its weights, and some of them: fused optimizers do not count."""
+        weights = list(self.model.parameters())
+        some = [weight.detach().flatten()[:1].tolist() for weight in weights]
+        return self, sum(weight._version for weight in weights), str(some)
 
     def simulate(
         self,
@@ -298,13 +300,13 @@ class HFEngine:
             self.check_context(requests[0].context)
         check_length(self.model.config, max((len(r.tokens) + r.max_tokens for r in requests), default=0))
         results: dict[int, tuple[Rollout, HeldConversation | None]] = {}
-        self.peak_cache_bytes = 0
+        self.peak_cache_bytes, sampler = 0, self._sampler() if keep else None
         begins, goes_on = ([r for r in requests if (r.held is None) is new] for new in (True, False))
         starts = [(part, start) for part in (begins, goes_on) for start in range(0, len(part), self.max_batch)]
         with self._sampling(), sampling_stage(requests, self.progress) as shown:
             for part, start in starts:
                 for request, rollout, cache in self._wave(part[start : start + self.max_batch], sampling, shown, keep):
-                    held = HeldConversation(rollout, cache, self._sampler) if cache else None
+                    held = HeldConversation(rollout, cache, sampler) if cache and sampler else None
                     results[request.place] = rollout, held
                     shown.advance()
         return [results[place] for place in range(len(requests))]

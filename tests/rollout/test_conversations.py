@@ -16,6 +16,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -238,10 +239,10 @@ def test_a_turn_without_a_cache_is_a_sampled_prompt() -> None:
     again = [Turn(text, n, h) for text, n, h in zip(prompts_of("qwen3", ANSWERS[0], seed=1), TOKENS, held, strict=True)]
     for _ in range(2):
         assert outcome([r for r, _ in engine.converse(again, sampling(), keep=False)]) == outcome(rollouts_of(turns, 1))
-    small = make_engine("hf", model=engine.model, policy=engine.policy, max_batch=2)
     begun = [Turn(prompt, n) for prompt, n in zip(prompts, TOKENS, strict=True)]
     mixed = [turn for pair in zip(begun, again, strict=True) for turn in pair]
-    results = [r for r, _ in small.converse(mixed, sampling())]
+    with mock.patch.object(engine, "max_batch", 2):
+        results = [r for r, _ in engine.converse(mixed, sampling())]
     assert outcome(results[::2]) == outcome(rollouts_of(turns, 0))
     assert outcome(results[1::2]) == outcome(rollouts_of(turns, 1))
 
@@ -355,10 +356,13 @@ def test_a_conversation_goes_on_only_where_it_began_and_under_its_weights() -> N
     engine.converse([first], sampling())
     engine.load_weights(model.state_dict().items())
     refused(engine, first)
-    second = begun()
-    with torch.no_grad():
-        next(model.parameters()).mul_(2)
-    refused(engine, second)
+    weights = list(model.parameters())
+    for fused in (False, True):
+        later, optimizer = begun(), torch.optim.AdamW(weights, fused=fused)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        refused(engine, later)
     engine.converse([begun()], sampling())
 
 
