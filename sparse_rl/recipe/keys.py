@@ -147,7 +147,8 @@ def _list_rows(cls: type, prefix: str, places: dict[type, str]) -> Iterator[KeyR
             continue
         places[block_class] = dotted_name
         yield KeyRow(dotted_name, kind, _show(value), words or read_docstring(block_class)[0], _file(block_class))
-        yield from _list_rows(block_class, f"{dotted_name}.", places)
+        if not issubclass(block_class, NamedConfiguration):  # the keys of a policy depend on its name
+            yield from _list_rows(block_class, f"{dotted_name}.", places)
 
 
 def _block(hint: Any) -> tuple[type, bool] | None:
