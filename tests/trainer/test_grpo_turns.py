@@ -15,6 +15,7 @@ from processes import without_launch
 from trainer_runs import KillAt, Killed, steps, timeless
 
 from sparse_rl.attention import replay_logprobs
+from sparse_rl.attention.support import score_draws
 from sparse_rl.data.synthetic import LookUps, LookUpTable
 from sparse_rl.errors import UserError
 from sparse_rl.models.directory import model_directory, saved_policy
@@ -172,8 +173,31 @@ def test_a_late_tool_ends_its_conversation_and_its_environment_is_not_used_again
     assert second["rewards/Hanging/mean"] == sum(numbers) / 8
 
 
-def test_the_time_of_tools_is_that_of_sampling_not_of_the_update(tmp_path, monkeypatch):
-    seconds = [0.0]
+def test_tokens_of_tools_are_not_scored_where_sampling_is_truncated(tmp_path, monkeypatch):
+    """They have no supports; scored over the whole vocabulary, they would take more memory than all else."""
+    scored = []
+
+    def watched(hidden: Any, head: Any, labels: Any, sizes: Any, *given: Any) -> Any:
+        scored.append((len(sizes), int(sizes.min())))
+        return score_draws(hidden, head, labels, sizes, *given)
+
+    monkeypatch.setattr("trainer.grpo.trainer.score_draws", watched)
+    made(tmp_path, "kept", "max_steps=1", "top_p=0.9").train()
+    (line,) = steps(tmp_path)
+    assert line["replay/gap_max"] <= 1e-5 and line["grad_norm"] > 0 and line["tools/call_frequency"] > 0
+    assert {smallest > 0 for _, smallest in scored} == {True}
+    assert {count for count, _ in scored} == {round(8 * line["completions/mean_length"])}  # which counts sampled tokens
+
+
+def test_tools_change_neither_the_update_s_time_nor_the_trainer_s_random_numbers(tmp_path, monkeypatch):
+    seconds, same = [0.0], []
+
+    class Watching(SparseGRPOTrainer):
+        def _tool_call_loop(self, *given: Any) -> Any:
+            before = torch.get_rng_state()
+            out = super()._tool_call_loop(*given)
+            same.append(torch.equal(before, torch.get_rng_state()))
+            return out
 
     class Slow(LookUpTable):
         def get(self, key: str) -> str:
@@ -183,11 +207,13 @@ def test_the_time_of_tools_is_that_of_sampling_not_of_the_update(tmp_path, monke
                 key: The key to look up.
             """
             seconds[0] += 1000.0
+            torch.rand(1)
             return super().get(key)
 
     monkeypatch.setattr("trainer.grpo.metrics.now", lambda: seconds[0])
-    made(tmp_path, "kept", "max_steps=1", environment_factory=Slow).train()
+    made(tmp_path, "kept", "max_steps=1", cls=Watching, environment_factory=Slow).train()
     (line,) = steps(tmp_path)
+    assert same == [True]
     assert line["time/generate"] == seconds[0] > 0 == line["time/update"]
 
 

@@ -531,9 +531,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
         first : column of each row's first token, int64 [rows, 1]
         """
-        head, scored = model.get_output_embeddings(), labels != -100
-        rows, columns = supports.rows, first[supports.rows, 0] + supports.tokens
-        sizes = torch.zeros_like(ids).index_put_((rows, columns), supports.sizes)[scored]
+        head, rows, columns = model.get_output_embeddings(), supports.rows, first[supports.rows, 0] + supports.tokens
+        by_token = torch.zeros_like(ids).index_put_((rows, columns), supports.sizes)
+        scored = (labels != -100) & (by_token > 0)  # tokens of tools were not drawn
         kept = supports.ids[scored[rows, columns][supports.draws]]  # mask_truncated_completions leaves draws out
         scale = getattr(model.config, "lm_head_multiplier", 1.0) / getattr(model.config, "logits_scaling", 1.0)
         gathered = partial(maybe_gather_lm_head_ctx, head.weight, head.bias)
@@ -541,7 +541,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         before = scored[:, 1:]  # True at the position before each scored token
         with self.accelerator.autocast():
             hidden = model.get_decoder()(**inputs, kv_view=view, use_cache=False).last_hidden_state[:, :-1]
-            scores = score_draws(hidden[before], head, labels[scored], sizes, kept, scale / self.temperature, gathered)
+            drawn, scale = by_token[scored], scale / self.temperature
+            scores = score_draws(hidden[before], head, labels[scored], drawn, kept, scale, gathered)
         kept, whole, entropy = (score.new_zeros(before.shape).masked_scatter(before, score) for score in scores)
         return TruncatedOutput(log_probs=kept, entropy=entropy, whole=whole)
 

@@ -151,7 +151,7 @@ class ToolSampling:
             late=self.late,
         )
         tools = [{**a, **b} for a, b in zip(trainer._sync_tool_dicts, trainer._async_tool_dicts, strict=True)]
-        with trainer.clock.timed("generate"):
+        with trainer.clock.timed("generate"), torch.random.fork_rng(devices=[]):  # tools draw in no fixed order
             late = loop.run(conversations, tools, self._sample)
         self.late = loop.late
         self._record(conversations, len(late))
