@@ -83,8 +83,8 @@ class ToolUse:
                 raise error.of_prompt(place // sampling.n) from error
 
         def parse(place: int, before: list[int], ids: list[int]) -> Any:
-            known = list(tools[place].values())
-            return templates.parse_response(self.rendering._tokenizer, ids, prefix=before, tools=known)
+            schemas = list(tools[place].values())
+            return templates.parse_response(self.rendering._tokenizer, ids, prefix=before, tools=schemas)
 
         sample(conversations, [[] for _ in begun], [self.longest] * len(begun))
         for place, conversation in enumerate(conversations):
@@ -117,9 +117,9 @@ class ToolUse:
         if isinstance(prompt, str):
             raise UserError("with tools, prompts must be chat messages, but they are text", "data")
         if isinstance(factory, Mapping):
-            name, known = given.pop("environment", None), factory
-            if (factory := known.get(name)) is None:
-                raise UserError(f"a row has environment {name!r}, not one of {', '.join(known)}", "environment")
+            name, named = given.pop("environment", None), factory
+            if (factory := named.get(name)) is None:
+                raise UserError(f"a row has environment {name!r}, not one of {', '.join(named)}", "environment")
         tools, environment = list(self.tools), None
         if factory is not None:
             pool = self.pools[name]

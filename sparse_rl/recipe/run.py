@@ -482,9 +482,11 @@ class ToolsRecipe(Recipe):
 
     @property
     def uses_tools(self) -> bool:
+        """True if completions are conversations in which tools are called."""
         return bool(self.tools or self.environment)
 
     def tool_names(self) -> list[str]:
+        """Return the names of the tools and environments, as given."""
         named = self.environment
         return [*self.tools, *(named.values() if isinstance(named, dict) else [named] if named else [])]
 

@@ -207,7 +207,7 @@ def test_a_view_runs_the_named_kernel(kernel: str, flex_trains: list[bool]) -> N
     ours, theirs = (make_view(traces, [0] * 3, WIDTH, "cpu", name) for name in (kernel, "sdpa"))
     for layer in range(3):
         module = torch.nn.Module()
-        module.layer_idx, module.config = layer, SimpleNamespace(model_type="llama")  # type: ignore[assignment]
+        module.layer_idx, module.config = layer, SimpleNamespace(model_type="llama", num_hidden_layers=3)  # type: ignore[assignment]
         outs = [attention_forward(module, q, k, v, None, kv_view=view)[0].transpose(1, 2) for view in (ours, theirs)]
         grads = [torch.autograd.grad((out * real).square().sum(), (q, k, v)) for out in outs]
         torch.testing.assert_close(outs[0] * real, outs[1] * real, rtol=0, atol=1e-5)

@@ -58,7 +58,8 @@ def test_settings_rebuilt_from_their_parameters_are_equal(name: str) -> None:
     size = {"budget": 600} if "budget" in accepted_parameters(name) else {}
     config = PolicyConfig.from_block({"policy": name, **size})
     assert PolicyConfig.from_block(config.as_block()) == config == make_policy(config).config
-    assert list(config.parameters()) == accepted_parameters(name)
+    assert list(config.parameters()) == [key for key in accepted_parameters(name) if key != "turns"]
+    assert dataclasses.replace(config, turns="prefilled").parameters()["turns"] == "prefilled"
     for key in size:  # control: another budget gives other settings
         assert PolicyConfig.from_block({"policy": name, "budget": 601}) != config, key
 
@@ -98,7 +99,7 @@ def test_a_model_directory_stores_all_scorer_options(name: str, tmp_path: Path) 
         save_policy(tmp_path, policy)
         written = json.loads((tmp_path / "cache_policy.json").read_text())
         assert written["scorer"] == {"name": name, **usual, **given}
-        assert set(written) == {"format_version", "policy", *accepted_parameters("kvpop")}
+        assert set(written) == {"format_version", "policy", *accepted_parameters("kvpop")} - {"turns"}  # kept
         loaded = saved_policy(tmp_path)
         assert loaded is not None
         assert loaded.config == policy.config
