@@ -83,7 +83,7 @@ class ToolUse:
                 raise error.of_prompt(place // sampling.n) from error
 
         def parse(place: int, before: list[int], ids: list[int]) -> Any:
-            schemas = list(tools[place].values())
+            schemas: list[Any] = list(tools[place].values())
             return templates.parse_response(self.rendering._tokenizer, ids, prefix=before, tools=schemas)
 
         sample(conversations, [[] for _ in begun], [self.longest] * len(begun))

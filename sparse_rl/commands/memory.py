@@ -187,8 +187,8 @@ class _Process:
         asleep = held if rollout.sleep else 0
         conversations, count = list[Item](), recipe.sequences() or 0
         if self.keeps:
-            size = kept_bytes(self.policies[0], self.config, count, itemsize=self.itemsize, cuda=self.cuda)
-            conversations = [Item("vllm: kept conversations", host=size, when="sampling", note=f"{count}, {TWICE}")]
+            host = kept_bytes(self.policies[0], self.config, count, itemsize=self.itemsize, cuda=self.cuda)
+            conversations = [Item("vllm: kept conversations", host=host, when="sampling", note=f"{count}, {TWICE}")]
         return [
             Item("vllm: weights", own, kept, when=when, note=note),
             Item("vllm: KV pool", pool, when=when, note=source),

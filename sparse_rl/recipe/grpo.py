@@ -128,7 +128,7 @@ class GRPORecipe(SampledRecipe, ToolsRecipe):
         if self.validation is None:
             return None
         sampling = self.sampling(self.validation.samples)
-        further = {} if self.prompt_cache is None else {"prompt_cache": as_mapping(self.prompt_cache)}
+        further: dict[str, Any] = {} if self.prompt_cache is None else {"prompt_cache": as_mapping(self.prompt_cache)}
         if self.uses_tools:
             rounds, seconds = self.tool_limits()
             further |= {"tools": self.tools, "environment": self.environment, "tool_seconds": seconds}

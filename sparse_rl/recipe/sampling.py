@@ -116,8 +116,9 @@ def tool_use(run: Run, config: DataConfig, rows: Any, rewards: int = 1) -> ToolU
 
     (rounds, seconds), longest = recipe.tool_limits(), recipe.sampling().max_tokens
     given, window = recipe.given_tools(run.tokenizer, rewards), context_length(run.config)
+    tools, factory = given["tools"], given["environment_factory"]
     limits = rounds or sys.maxsize, seconds, longest, window
-    return ToolUse(rows, *given.values(), run.tokenizer, config.thinking, *limits)
+    return ToolUse(rows, tools, factory, run.tokenizer, config.thinking, *limits)
 
 
 def context_questions(data: Any, tokenizer: Any, config: DataConfig) -> Questions:
