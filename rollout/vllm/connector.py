@@ -231,8 +231,8 @@ class ContextState(CacheState):
             self.contexts[name].append((keys.transpose(0, 1), values.transpose(0, 1), bias.T))
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
+        self._uncount(ended, begun)
         for newcomer in begun:
-            self.gone[newcomer.block] = newcomer.gone
             if newcomer.behind is not None:
                 self._fill(newcomer.behind)
 

@@ -149,14 +149,14 @@ def turn_requests(
     keep: bool,
     policy: Policy,
     vocabulary: int,
-    own: Collection[Any],
+    own: Collection[KeptConversation],
 ) -> list[TurnRequest]:
     """Return the request of each turn. own : conversations that the engine holds
 
     Raises UserError for a conversation that cannot go on.
     """
     for held in (turn.held for turn in turns if turn.held is not None):
-        if held not in own:
+        if not isinstance(held, KeptConversation) or held not in own:
             raise UserError("a conversation goes on only in the engine that holds it; begin it again")
         if held.lost:
             raise UserError("a conversation is lost when the engine takes new weights or sleeps; begin it again")

@@ -314,6 +314,7 @@ class CacheState:
         self.row_of: dict[int, int] = {}
         # number of tokens that a request's schedule does not count (`Begun.gone`), indexed by its first block
         self.gone = torch.zeros_like(self.prompt_length)
+        self.uncounted: set[int] = set()  # the first blocks for which that number is not 0
         self.kept: dict[int, list[Tensor]] = {}  # name of a conversation -> what `_parts` yields, in host memory
         self.live: set[int] = set()  # names of conversations that may go on; others are not kept
         # number of a request in the record, indexed by the request's first block
@@ -352,6 +353,7 @@ class CacheState:
             yield buffer, self.first_row + self.row_of[blocks[0]]
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
+        self._uncount(ended, begun)
         for block in ended:
             self.free_rows.append(self.row_of.pop(block))
             del self.prompts[block]
@@ -366,7 +368,6 @@ class CacheState:
         if begun:
             first = self._sent([request.block for request in begun])
             self.prompt_length[first] = self._sent([request.prompt for request in begun])
-            self.gone[first] = self._sent([request.gone for request in begun])
             self.row[first] = rows = self._sent([self.row_of[request.block] for request in begun])
             self.failed[rows] = False
             self.number[first] = self._sent(numbers)
@@ -377,6 +378,14 @@ class CacheState:
                 parts = zip(self._parts(request.target), self.kept[request.kept.name], strict=True)
                 for (buffer, index), values in parts:
                     buffer[index] = values.to(self.device)
+
+    def _uncount(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
+        """Note how many tokens of each request the schedule does not count."""
+        gone = dict.fromkeys(ended, 0) | {request.block: request.gone for request in begun}
+        changed = {block: number for block, number in gone.items() if number or block in self.uncounted}
+        if changed:
+            self.gone[self._sent([*changed])] = self._sent([*changed.values()])
+            self.uncounted = self.uncounted - changed.keys() | {block for block, number in changed.items() if number}
 
     def copy(self, forks: Sequence[Begun]) -> None:
         """Copy what is in the blocks and the rows of holders to those of the samples that begin."""
@@ -405,7 +414,8 @@ class CacheState:
         """
         blocks = block_table.long()
         first, tokens, seen = blocks[:, 0], int(starts_cpu[-1]), seq_lens.long()
-        lengths = self.policy.schedule.attended(self.prompt_length[first], seen - self.gone[first])
+        counted = seen - self.gone[first] if self.uncounted else seen
+        lengths = self.policy.schedule.attended(self.prompt_length[first], counted)
         row, slot, logical = torch.arange(len(first), device=self.device), lengths - 1, seen - 1
         all_single = tokens == len(first) and int(starts_cpu.diff().max()) == 1
         if not all_single:

@@ -82,7 +82,7 @@ def test_fewer_blocks_run_fewer_requests_at_a_time(policy_name: str, open_engine
 @pytest.mark.parametrize("policy_name", ["gkv", "h2o", "am"])
 @pytest.mark.few(2)
 def test_memory_outside_the_cache_is_counted(policy_name: str, open_engine: Callable) -> None:
-    """Except for 24 bytes for each block and one byte for each request."""
+    """Except for 32 bytes for each block and one byte for each request."""
     from rollout.vllm.compat.paged import live_state
 
     policy = policy_of(policy_name, budget=64, window=8, period=32)
@@ -91,9 +91,10 @@ def test_memory_outside_the_cache_is_counted(policy_name: str, open_engine: Call
     entries = state.positions.nbytes + sum(memory.nbytes for memory in state.state.values())
     assert entries == counted.per_byte * 41 * BLOCK_BYTES
     assert (0 if state.queries is None else state.queries.nbytes) == counted.requests
-    assert sum(t.nbytes for t in (state.prompt_length, state.row, state.number)) == 24 * 41  # not counted
+    by_block = state.prompt_length, state.gone, state.row, state.number
+    assert sum(t.nbytes for t in by_block) == 32 * 41  # not counted
     assert state.failed.nbytes == 5 + 1 + 1  # not counted either: one byte for each request, and for the held prompt
-    tensor_names = {"positions", "queries", "prompt_length", "row", "number", "failed"}
+    tensor_names = {"positions", "queries", "prompt_length", "gone", "row", "number", "failed"}
     tensor_names |= {"heads", "first_block", "first_row"}
     # the state has no other tensors
     assert {name for name, value in vars(state).items() if isinstance(value, torch.Tensor)} <= tensor_names
