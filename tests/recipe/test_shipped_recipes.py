@@ -470,8 +470,8 @@ def test_each_evaluation_runs_at_a_small_size(name, tiny_model, problems_for, tm
         overrides.append(f"tasks.{task}.limit=2")
     if recipe.sweep.policy or recipe.sweep.cache:
         if any(hasattr(cache, "budget") for cache in recipe.caches()):
-            windows = [f for cache in recipe.caches() for f in dataclasses.fields(cache) if f.name == "window"]
-            overrides += ["cache.window=4"] if windows else []
+            if any("window" in cache.as_block() for cache in recipe.caches()):
+                overrides.append("cache.window=4")
             overrides += ["cache.period=4", "sweep.cache.budget=[12]"]
         else:
             swept = json.dumps(recipe.resolved()["sweep"]["policy"])
