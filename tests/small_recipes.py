@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from sparse_rl.recipe import (
@@ -16,6 +17,8 @@ from sparse_rl.recipe import (
     SFTRecipe,
     TrainRecipe,
 )
+
+SHIPPED = {"turns/model": str(Path(__file__).parents[1] / "recipes/turns/model")}  # tiny itself, and calls tools
 
 
 def family_of(model: str) -> str:

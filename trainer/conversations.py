@@ -129,7 +129,8 @@ class ToolUse:
                 environment = pool[used[name]]
                 seen = environment.reset(**given)
             except Exception as error:
-                raise UserError(f"{name or factory} cannot be reset: {reason(error)}", "environment") from error
+                named = name or getattr(factory, "__name__", factory)
+                raise UserError(f"{named} cannot be reset: {reason(error)}", "environment") from error
             used[name] += 1
             if seen is not None:
                 prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + seen}]

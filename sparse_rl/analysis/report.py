@@ -291,9 +291,10 @@ def packed(
     """
     parts = [[prompt, "completion", False]]
     if spans:
-        ends = [end for _, end in spans[:-1]]
-        parts = [[prompt + start, f"turn {turn + 1}", False] for turn, (start, _) in enumerate(spans)]
-        parts = sorted(parts + [[prompt + end, "read, not sampled", True] for end in ends])
+        starts, ends = [start for start, _ in spans], [0, *(end for _, end in spans)]
+        parts = [[prompt + start, f"turn {turn + 1}", False] for turn, start in enumerate(starts)]
+        gaps = zip(ends, [*starts, len(strings) - prompt], strict=True)
+        parts = sorted(parts + [[prompt + end, "read, not sampled", True] for end, start in gaps if end < start])
     shown, paged = trace.policy_part(), records_pages(trace)
     evict_at = (unpaged(shown) if paged else shown).evict_at
     times = evict_at[evict_at < NEVER].unique()

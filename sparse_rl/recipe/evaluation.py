@@ -248,8 +248,8 @@ class EvalRecipe(SweptRecipe, TasksRecipe, ToolsRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_prompt_cache()
         self._check_tools()
+        self._check_prompt_cache()
         self.check_model_len()
         if self.temperature == 0 and self.samples > 1:
             self.warnings.append(f"temperature 0 gives {self.samples} equal samples per problem; use samples: 1")

@@ -184,7 +184,7 @@ def test_an_environment_may_judge_and_a_late_tool_counts_as_wrong(tmp_path, monk
         (["environment=null", "max_tool_calling_iterations=null", "accuracy=environment"], "accuracy: environment is"),
         (["environment=nowhere:Table"], "environment: nowhere:Table cannot be loaded"),
         (["accuracy=environment"], "rewards: there is no reward"),
-        (["tasks={mine: {path: rows.jsonl}}"], "environment: own.py:Table cannot be reset: no such table"),
+        (["tasks={mine: {path: rows.jsonl}}"], "environment: Table cannot be reset: AssertionError no such table"),
         (["max_completion_length=100000"], "max_completion_length: 100,000 tokens"),
         (["toolz=[x]"], "did you mean tools"),
     ],
@@ -225,4 +225,8 @@ def test_the_coloured_completion_marks_what_was_read():
         read[start:end] = was_read
     assert read.nonzero().flatten().tolist() == [5, 6]
     assert [title for _, title, _ in parts] == ["turn 1", "read, not sampled", "turn 2", "turn 3"]
+    titles = ["read, not sampled", "turn 1", "read, not sampled"]
+    assert packed(trace, ["x"] * 12, 2, [(2, 6)])["parts"] == [
+        [start, title, title != "turn 1"] for start, title in zip((2, 4, 8), titles, strict=True)
+    ]
     assert packed(trace, ["x"] * 12, 2)["parts"] == [[2, "completion", False]]

@@ -41,7 +41,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_of_shipped_recipes_are_in_the_table() -> None:
-    trained_here = ("quickstart/", "retrieval/", "one_liners/", "runs/")
+    trained_here = ("quickstart/", "retrieval/", "one_liners/", "turns/", "runs/")
     named = {load_recipe(name).model for name in list_recipes()}
     assert {model for model in named if not model.startswith(trained_here)} == set(SHAPES)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from small_recipes import family_of
+from small_recipes import SHIPPED, family_of
 
 from sparse_rl.recipe import BenchRecipe, BudgetsRecipe, EvalRecipe, PerplexityRecipe, TaughtRecipe, load_recipe
 from sparse_rl.recipe.run import TrainRecipe
@@ -98,7 +98,7 @@ def stand_ins(tiny_model, problems_for, tmp_path):
 
     def make(name: str, overrides: Sequence[str] = (), chat: bool = True) -> list[str]:
         recipe: Any = load_recipe(name, overrides)
-        model = tiny_model(family_of(recipe.model), chat)
+        model = SHIPPED.get(recipe.model) or tiny_model(family_of(recipe.model), chat)
         replaced = [f"model={model}", f"output_dir={tmp_path / 'out'}"]
         if isinstance(recipe, EvalRecipe | PerplexityRecipe) and recipe.sweep.model:
             replaced.append(f"sweep.model=[{model}]")

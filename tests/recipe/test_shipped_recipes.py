@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from policy_cases import BOUNDED
-from small_recipes import family_of, shortened, small_evaluation, small_training
+from small_recipes import SHIPPED, family_of, shortened, small_evaluation, small_training
 
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.tokens import prompt_ids
@@ -36,6 +36,7 @@ TRAINING_RECIPES = [name for name in NAMES if isinstance(load_recipe(name), Trai
 EVALUATION_RECIPES = [name for name in NAMES if load_recipe(name).kind == "eval"]
 DATA = ROOT.parent / "shared/data"
 WRAPPED = {"packing": True, "packing_strategy": "wrapped"}  # TRL's options of the workshop paper's first phase
+TOOLS = {"turns/grpo": {"max_tool_calling_iterations": 6}, "turns/sft": {"assistant_only_loss": True}}
 BFLOAT16 = "deepseek-r1-distill-qwen-7b/rl_sparse"  # the only recipe that keeps its dtype
 
 
@@ -49,7 +50,7 @@ def test_each_shipped_recipe_is_valid_and_names_its_command(name):
     assert f"sparse-rl {'train' if isinstance(recipe, TrainRecipe) else recipe.kind} {name}" in text
     assert max(map(len, text.splitlines())) <= 120
     if isinstance(recipe, TrainRecipe):
-        assert recipe.trainer_options == (WRAPPED if name.endswith("/uptrain") else {})
+        assert recipe.trainer_options == (WRAPPED if name.endswith("/uptrain") else TOOLS.get(name, {}))
 
 
 def test_the_folders_of_shipped_recipes_are_these():
@@ -70,6 +71,7 @@ def test_the_folders_of_shipped_recipes_are_these():
         "qwen3-4b-instruct-2507",
         "qwen3-8b",
         "retrieval",
+        "turns",
     }
 
 
@@ -453,8 +455,9 @@ def test_each_evaluation_runs_at_a_small_size(name, tiny_model, problems_for, tm
     recipe = load_recipe(name)
     for cache in recipe.caches():
         assert cache is None or make_policy(cache).config == cache
+    tiny = SHIPPED.get(recipe.model) or tiny_model(family_of(recipe.model), name != "quickstart/eval")
     overrides = [
-        f"model={tiny_model(family_of(load_recipe(name).model), name != 'quickstart/eval')}",
+        f"model={tiny}",
         f"output_dir={tmp_path / 'run'}",
         "dtype=float32",
         f"samples={min(recipe.samples, 2)}",
@@ -467,7 +470,9 @@ def test_each_evaluation_runs_at_a_small_size(name, tiny_model, problems_for, tm
         overrides.append(f"tasks.{task}.limit=2")
     if recipe.sweep.policy or recipe.sweep.cache:
         if any(hasattr(cache, "budget") for cache in recipe.caches()):
-            overrides += ["cache.window=4", "cache.period=4", "sweep.cache.budget=[12]"]
+            if any("window" in cache.as_block() for cache in recipe.caches()):
+                overrides.append("cache.window=4")
+            overrides += ["cache.period=4", "sweep.cache.budget=[12]"]
         else:
             swept = json.dumps(recipe.resolved()["sweep"]["policy"])
             overrides.append("sweep.policy=" + swept.replace('"window": 128', '"window": 4').replace("16", "2"))
