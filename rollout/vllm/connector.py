@@ -231,7 +231,7 @@ class ContextState(CacheState):
             self.contexts[name].append((keys.transpose(0, 1), values.transpose(0, 1), bias.T))
 
     def begin(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
-        self._uncount(ended, begun)
+        self._uncount((), begun)  # others may still run whose first block, one of a context, is the same
         for newcomer in begun:
             if newcomer.behind is not None:
                 self._fill(newcomer.behind)
