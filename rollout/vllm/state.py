@@ -381,8 +381,8 @@ class CacheState:
 
     def _uncount(self, ended: Sequence[int], begun: Sequence[Begun]) -> None:
         """Note how many tokens of each request the schedule does not count."""
-        gone = dict.fromkeys(ended, 0) | {request.block: request.gone for request in begun}
-        changed = {block: number for block, number in gone.items() if number or block in self.uncounted}
+        numbers = dict.fromkeys(ended, 0) | {request.block: request.gone for request in begun}
+        changed = {block: number for block, number in numbers.items() if number or block in self.uncounted}
         if changed:
             self.gone[self._sent([*changed])] = self._sent([*changed.values()])
             self.uncounted = self.uncounted - changed.keys() | {block for block, number in changed.items() if number}

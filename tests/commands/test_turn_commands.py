@@ -132,9 +132,9 @@ def test_an_evaluation_judges_whole_conversations(evaluated, sampled):
         assert row["accuracy"] == pytest.approx(sum(right) / 6)
         assert row["peak_entries"] == max(map(most_seen, rollouts))
         assert row["longest_prompt"] == max(len(rollout.prompt_ids) for rollout in rollouts)
-        sampled = [[message["role"] for message in line["messages"]].count("assistant") for line in last]
+        answers = [[message["role"] for message in line["messages"]].count("assistant") for line in last]
         failed = [sum("error" in m["content"] for m in line["messages"] if m["role"] == "tool") for line in last]
-        assert (row["turns"], row["tool_failures"]) == (pytest.approx(sum(sampled) / 6), pytest.approx(sum(failed) / 6))
+        assert (row["turns"], row["tool_failures"]) == (pytest.approx(sum(answers) / 6), pytest.approx(sum(failed) / 6))
         assert sum(shifted_right) < 5, "the answers of other problems must not count"
     kept, prefilled = rows
     assert kept["longest_prompt"] < prefilled["longest_prompt"] and prefilled["peak_entries"] <= 20
