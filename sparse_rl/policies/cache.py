@@ -149,9 +149,8 @@ class EvictingCache(KVView):
         self.prompt_lengths: list[int] = []
         self.seen: list[int] = []  # number of tokens seen per row
         self.lengths: list[int] = []  # for each row, number of entries per kv head after the pass and its compaction
-        self.chunk_ends: list[
-            int
-        ] = []  # number of tokens of each row up to the end of its prompt, or of its last chunk
+        # for each row, number of tokens up to the end of its prompt, or of the last chunk that it has read
+        self.chunk_ends: list[int] = []
         self.uncounted: list[int] = []  # number of them, evicted before that chunk, that the schedule does not count
         self._chunk: Tensor | None = None  # int64 [B], number of each row's tokens in this pass, if it reads a chunk
         self._due: list[bool] = []  # True for rows that compact after this forward pass
@@ -159,12 +158,8 @@ class EvictingCache(KVView):
     # ---- the engine's side ----------------------------------------------------------------------------------------
 
     def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
-        self.prompt_lengths = list(prompt_lengths)
-        self.seen, self.chunk_ends, self.uncounted = (
-            list(prompt_lengths),
-            list(prompt_lengths),
-            [0] * len(prompt_lengths),
-        )
+        self.prompt_lengths = self.seen = self.chunk_ends = list(prompt_lengths)
+        self.uncounted = [0] * len(prompt_lengths)
         self._plan(list(prompt_lengths), device)
 
     def begin_chunk(self, counts: Sequence[int], device: torch.device) -> None:
