@@ -431,3 +431,15 @@ def test_files_keep_spans_and_verify_compares_sampled_tokens_alone(tmp_path: Pat
     with_spans([])
     ((_, gaps),) = verify(model, files, 1e-5)
     assert gaps.largest > 0.1 and gaps.line == 1
+
+
+def test_a_chunk_is_compacted_only_when_that_is_due() -> None:
+    """To the schedule, a chunk's end is the end of a prompt of as many tokens as entries are held: 18 of 20 here."""
+    engine = make_engine(
+        "hf", model=str(QUICKSTART), policy={"policy": "streaming", "sinks": 1, "budget": 12, "period": 8}
+    )
+    sampling = SamplingConfig(max_tokens=9, seed=0, ignore_eos=True)
+    ((_, held),) = engine.converse([Turn(list(range(3, 28)), 4)], sampling)
+    ((rollout, _),) = engine.converse([Turn([5, 6], 6, held)], sampling)
+    counts = rollout.trace.decoding_counts(25)[0, 0].tolist()
+    assert counts == [13, 14, 15, 16, 17, 18, 19, 20, 13, 14, 15]
