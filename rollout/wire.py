@@ -68,10 +68,11 @@ class About(Configuration):
     weights : digest of the files of weights with which the server began (`weights_digest`)
     vocabulary, layers, kv_heads : sizes of the model
     dtype, exact : as in RolloutConfig
-    version : of the weights; 0 for those with which the server began
+    version : of the weights; 0 for those with which the server began, -1 if an update of them was cut off
     max_batch : maximum number of sequences that are sampled at the same time
     max_model_len : maximum length of prompt and completion
-    running, waiting : numbers of sequences that are sampled now, and that wait for their turn or their version
+    running, waiting : numbers of sequences in the engine, and of those that wait for their version
+    recorded : number of entries that the workers keep of sequences, 0 if there are none
     """
 
     policy: str
@@ -87,6 +88,7 @@ class About(Configuration):
     max_model_len: int
     running: int = 0
     waiting: int = 0
+    recorded: int = 0
     format: int = FORMAT
 
     @classmethod
