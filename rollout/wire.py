@@ -36,7 +36,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class About(Configuration):
 
     policy : fingerprint of the policy (sparse_rl/policies/make.py)
     model : fingerprint of the model's configuration: family, shape, and a hash (`model_fingerprint`)
-    weights : digest of the files of weights with which the server began (`weights_digest`)
+    weights : fingerprint of the weights with which the server began (`identify`); empty if unknown
     vocabulary, layers, kv_heads : sizes of the model
     dtype, exact : as in RolloutConfig
     version : of the weights; 0 for those with which the server began, -1 if an update of them was cut off
@@ -73,6 +73,7 @@ class About(Configuration):
     max_model_len : maximum length of prompt and completion
     running, waiting : numbers of sequences in the engine, and of those that wait for their version
     recorded : number of entries that the workers keep of sequences, 0 if there are none
+    scorers : digests of the policy's scorers, as in `Engine.scorer_digests`
     """
 
     policy: str
@@ -89,6 +90,7 @@ class About(Configuration):
     running: int = 0
     waiting: int = 0
     recorded: int = 0
+    scorers: dict[str, list[str]] = field(default_factory=dict)
     format: int = FORMAT
 
     @classmethod
