@@ -45,12 +45,12 @@ PIECE = 1024  # number of queries after the context that attend in one call, bec
 class Segment:
     """The tokens between two compactions, for the R rows that have this segment."""
 
+    held: int  # number of entries of the first kv head before each row's first token
     rows: Tensor  # int64 [R], indices of the rows in the batch
     kept_rows: Tensor  # int64 [R], indices of the same rows among the rows of the previous segment
     own: Tensor  # int64 [R, T], columns of the segment's tokens, right-padded
     real: Tensor  # bool [R, T], False for padding
     first: Tensor  # int64 [R], column of the first token of each row's sequence
-    held: int  # number of entries of the first kv head before each row's first token
 
 
 class Held(NamedTuple):
@@ -86,7 +86,7 @@ def segments(evict_at: Tensor, times: Tensor, device: torch.device, among: Tenso
         kept_rows = torch.searchsorted(before, rows)
         parts = (among[rows], kept_rows, own.clamp(max=width - 1), is_real, start[rows])
         kept = (of_head[rows] > first[rows, None]) & (torch.arange(width) < first[rows, None])
-        results.append(Segment(*(part.to(device) for part in parts), held=int(kept.sum(1).max())))
+        results.append(Segment(int(kept.sum(1).max()), *(part.to(device) for part in parts)))
         before = rows
     return results
 
