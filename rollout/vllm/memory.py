@@ -94,11 +94,16 @@ def kept_bytes(policy: Policy, config: Any, conversations: int, *, itemsize: int
     """
     if (peak := policy.schedule.peak) is None or not policy.schedule.evicts:
         return 0
-    layers, kv_heads, head_dim = cache_shape(config)
     block = BLOCK["cuda" if cuda else "cpu"]
-    entries = -(-(peak - 1) // block) * block
+    return 2 * conversations * conversation_bytes(policy, config, peak - 1, itemsize=itemsize, block=block)
+
+
+def conversation_bytes(policy: Policy, config: Any, entries: int, *, itemsize: int, block: int) -> int:
+    """Return the bytes of host memory, in all workers together, of a kept conversation with `entries` per kv head."""
+    layers, kv_heads, head_dim = cache_shape(config)
+    entries = -(-entries // block) * block
     unit = cache_bytes(entries, layers, kv_heads, head_dim, itemsize) + layers * kv_heads * entries * _per_entry(policy)
-    return 2 * conversations * (unit + _per_request(policy, config, itemsize))
+    return unit + _per_request(policy, config, itemsize)
 
 
 def wide_head(head_dim: int, on_cpu: bool) -> int:
