@@ -65,7 +65,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-4": ("phi3", {"sliding_window": None, "max_position_embeddings": 16_384}),
     "granite-3.0-2b-instruct": ("granite", {"attention_dropout": 0.1, "max_position_embeddings": 4096}),
     "granite-3.3-2b-instruct": ("granite", {"attention_dropout": 0.0, "max_position_embeddings": 131_072}),
-    "granite-4.0-micro": ("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 0}),
+    "granite-4.0-micro": (
+        "granitemoehybrid",
+        {"layer_types": ["attention"] * 2, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
     "Seed-OSS-36B-Instruct": ("seed_oss", DROPS | {"attention_bias": True, "attention_out_bias": False}),
     "starcoder2-3b, 7b, 15b": (
         "starcoder2",
