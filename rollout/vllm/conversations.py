@@ -30,12 +30,14 @@ NAMES = count(1)
 class KeptConversation:
     """A conversation between two turns. `rollout`, `evict_at` and `entries` are set when the turn before has ended.
 
+    sampling : settings of its turns so far
     name : name of the entries in the workers
     lost : True if the workers no longer have them
     evict_at : int32 [L, Hkv, S], the evictions of `rollout`, also those that no query could observe so far
     entries : number of entries per kv head
     """
 
+    sampling: SamplingConfig
     name: int = field(default_factory=NAMES.__next__)
     lost: bool = False
     rollout: Rollout = field(init=False)
@@ -153,6 +155,6 @@ def turn_requests(
             raise UserError("a conversation is lost when the engine takes new weights or sleeps; begin it again")
     requests = []
     for given in requests_of_turns(turns, sampling, vocabulary):
-        next_turn = KeptConversation() if keep else None
+        next_turn = KeptConversation(sampling) if keep else None
         requests.append(TurnRequest(**vars(given), policy=policy, next=next_turn))
     return requests
