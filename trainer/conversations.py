@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from trl import GRPOTrainer
 from trl import chat_template_utils as templates
 from trl.trainer.utils import start_event_loop_in_daemon
 
@@ -23,7 +22,11 @@ from rollout.engine import Engine
 from rollout.sampling import NotFiniteLogprobError
 from rollout.turns import Conversation, ToolLoop, sample_turns
 from sparse_rl.errors import UserError, reason
+from trainer.arguments import without_vllm
 from trainer.grpo.turns import parsing_template
+
+with without_vllm():
+    from trl import GRPOTrainer
 
 
 @dataclass

@@ -32,9 +32,7 @@ import torch
 import trl
 from torch import Tensor
 from torch.utils.data import Sampler
-from trl import GRPOTrainer
 from trl.models.utils import _ForwardRedirection
-from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, maybe_gather_lm_head_ctx
 
 from rollout.config import RolloutConfig
@@ -53,7 +51,14 @@ from sparse_rl.experts import RouterReplay, balancing_loss, has_experts
 from sparse_rl.models.load import base_of
 from sparse_rl.trace import EvictionTrace, Supports
 from sparse_rl.trace.sections import SUPPORT
-from trainer.arguments import ReplayedArguments, check_adapters, model_options, weights_dtype, with_settings
+from trainer.arguments import (
+    ReplayedArguments,
+    check_adapters,
+    model_options,
+    weights_dtype,
+    with_settings,
+    without_vllm,
+)
 from trainer.base import Resumable, text_parts
 from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig, check_turns
 from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock, show_panels
@@ -61,6 +66,10 @@ from trainer.grpo.sync import WeightSync
 from trainer.grpo.turns import ToolSampling, check_tools, replay_turns, trace_of_state, trace_state
 from trainer.sampler import SamplerSettings
 from trainer.weights import carry_scorers, load_reference, reference_state
+
+with without_vllm():
+    from trl import GRPOTrainer
+    from trl.trainer import grpo_trainer
 
 
 @with_settings(TrainingConfig, SparseGRPOConfig)
