@@ -136,6 +136,17 @@ class RolloutConfig(Configuration):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GRPORolloutConfig(RolloutConfig):
+    """The sampling engine. The keys from kv_cache_gb to full_graphs apply only to vllm.
+
+    ahead : 1 samples the next batch while the present one trains, with weights that are then one update old; 0 samples
+        and trains in turns. 1 needs the engine server
+    """
+
+    ahead: Literal[0, 1] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalRolloutConfig(RolloutConfig):
     """The sampling engine. It does not share the GPU with a training. The keys from kv_cache_gb to full_graphs apply
     only to vllm.
