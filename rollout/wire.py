@@ -36,7 +36,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,13 +65,14 @@ class About(Configuration):
 
     policy : fingerprint of the policy (sparse_rl/policies/make.py)
     model : fingerprint of the model's configuration: family, shape, and a hash (`model_fingerprint`)
-    weights : digest of the files of weights with which the server began (`weights_digest`)
+    weights : fingerprint of the weights with which the server began (`identify`); empty if unknown
     vocabulary, layers, kv_heads : sizes of the model
     dtype, exact : as in RolloutConfig
     version : of the weights; 0 for those with which the server began
     max_batch : maximum number of sequences that are sampled at the same time
     max_model_len : maximum length of prompt and completion
     running, waiting : numbers of sequences that are sampled now, and that wait for their turn or their version
+    scorers : digests of the policy's scorers, as in `Engine.scorer_digests`
     """
 
     policy: str
@@ -87,6 +88,7 @@ class About(Configuration):
     max_model_len: int
     running: int = 0
     waiting: int = 0
+    scorers: dict[str, list[str]] = field(default_factory=dict)
     format: int = FORMAT
 
     @classmethod
