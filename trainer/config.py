@@ -245,7 +245,7 @@ def check_sampled(
     if prompt_cache is not None:
         if not isinstance(cache, FullConfig):
             raise UserError("nothing is evicted after a context that prompt_cache compacts; set cache: full", "cache")
-        if rollout is not None and rollout.engine == "vllm":
+        if rollout is not None and rollout.engine not in ("auto", "hf"):
             wrong = "only hf compacts contexts with the weights that are trained; set rollout.engine: hf"
             raise UserError(wrong, "rollout.engine")
         try:
