@@ -2,21 +2,19 @@
 
 It is asked for right after the engine has received the weights of an update, and before that update, so it is trained
 one update behind the weights that sampled it, never more. Its prompts are those that the training's sampler will hand
-out; a seed belongs to each generation, so the same rollouts come whenever and wherever they are sampled. The engine
-must not compute on what the training uses: it is called from threads, which wait for servers.
+out; a seed belongs to each generation, so the same rollouts come wherever and whenever they are sampled.
+
+The engine has two methods more than others (rollout/servers.py): `begin` takes what `generate` takes, and returns at
+once a batch, whose `done` maps places to the rollouts that have come; `finish` waits for what `generate` returns.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
 from accelerate.utils import gather_object
 
 from rollout.engine import Rollout
@@ -28,37 +26,20 @@ from trainer.grpo.turns import trace_of_state, trace_state
 EARLY_ROWS = 4  # maximum number of rows that are scored before the update
 
 
-def in_thread(call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call a function in a thread, which does not keep a process alive that ends, and return its result to come."""
-    result: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call(*args))
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return result
-
-
 @dataclass
 class NextGeneration:
-    """A generation that is being sampled.
+    """A generation that was asked for.
 
     prompts : token ids of each row's prompt
-    step : step whose weights the engine has
-    parts : pairs (places of rows, their rollouts to come); the first part has all rows with the first prompt
+    step : step whose weights sample it
+    batch : what the engine's `begin` has returned; None once it is finished
+    rollouts : the rollouts, once it is finished
     """
 
     prompts: list[list[int]]
     step: int
-    parts: list[tuple[Sequence[int], Future[list[Rollout]]]]
-
-    def rollouts(self) -> list[Rollout]:
-        """Wait for the rollouts, and return them in the order of the prompts."""
-        placed = {place: one for places, part in self.parts for place, one in zip(places, part.result(), strict=True)}
-        return [placed[place] for place in range(len(self.prompts))]
+    batch: Any = None
+    rollouts: list[Rollout] = field(default_factory=list)
 
 
 class Ahead:
@@ -84,24 +65,14 @@ class Ahead:
         return micro_batch % length == max(0, length - self.trainer.args.gradient_accumulation_steps)
 
     def begin(self) -> None:
-        """Ask for the next generation, unless the training ends before it. The engine has the present weights.
-
-        Equal prompts stay in one call, because the seeds of their samples differ by their order.
-        """
-        trainer = self.trainer
-        rows = self._next_rows()
+        """Ask for the next generation, unless the training ends before it. The engine has the present weights."""
+        trainer, rows = self.trainer, self._next_rows()
         if not rows:
             return
         texts = (trainer.train_dataset[row]["prompt"] for row in rows)
         prompts = [prompt_ids(text, trainer.processing_class, trainer.thinking) for text in texts]
         sampling = dataclasses.replace(trainer.sampling, seed=trainer.sampling_seed(trainer.generations + 1))
-        first = [place for place, prompt in enumerate(prompts) if prompt == prompts[0]]
-        others = [place for place, prompt in enumerate(prompts) if prompt != prompts[0]]
-        parts = [
-            (places, in_thread(trainer.engine.generate, [prompts[place] for place in places], sampling))
-            for places in filter(None, (first, others))
-        ]
-        self.coming = NextGeneration(prompts, trainer.state.global_step, parts)
+        self.coming = NextGeneration(prompts, trainer.state.global_step, trainer.engine.begin(prompts, sampling))
 
     def _next_rows(self) -> list[int]:
         """Return the dataset's rows of this process in the next generation; [] if the training ends before it."""
@@ -118,10 +89,10 @@ class Ahead:
         return list(islice(sampler, start, start + own))
 
     def settle(self) -> None:
-        """Wait until no process has anything sampled. Only then may the engine get other weights."""
-        if self.coming is not None:
-            wait([part for _, part in self.coming.parts])
-        self.trainer.accelerator.wait_for_everyone()
+        """Wait for what this process has asked for: only then may the engine get other weights, or sample other rows.
+        Processes wait for one another in `ServerEngine.load_weights`."""
+        if (coming := self.coming) is not None and coming.batch is not None:
+            coming.rollouts, coming.batch = self.trainer.engine.finish(coming.batch), None
 
     def take(self, prompts: list[list[int]]) -> list[Rollout]:
         """Return the rollouts that were asked for, or [] if none were. prompts : the token ids of the rows that are due
@@ -132,46 +103,44 @@ class Ahead:
         coming, self.coming, self.behind = self.coming, None, 0
         if coming is None:
             return []
-        rollouts = coming.rollouts()
-        for row, (due, asked, came) in enumerate(zip(prompts, coming.prompts, rollouts, strict=True)):
+        for row, (due, asked, came) in enumerate(zip(prompts, coming.prompts, coming.rollouts, strict=True)):
             if not due == asked == came.prompt_ids:
                 wrong = "was asked for another prompt" if due != asked else "came for another prompt"
                 mend = "Nothing was trained on this batch; the last checkpoint is untouched"
                 raise StoppedError(f"rollout.ahead: the rollout of row {row} {wrong} than the one that is due. {mend}")
         self.behind = self.trainer.state.global_step - coming.step
         self.trainer._metrics["train"]["sync/behind"].append(float(self.behind))
-        return rollouts
+        return coming.rollouts
 
     def check_early(self) -> None:
         """Apply the replay guard to a few rows of the next generation that have come before the update.
 
-        Until the update the trainer has the weights that sample them, so their gap is rounding. Of the whole generation
-        it is not, when its turn has come: the gap then contains what the update has changed.
+        Until the update the trainer has the weights that sample them, so their gap is rounding. When the turn of the
+        generation has come, its gap contains what the update has changed, and says nothing about errors.
         """
         trainer, coming = self.trainer, self.coming
-        ours = coming is not None and coming.step == trainer.state.global_step and coming.parts[0][1].done()
-        if trainer.args.sparse.train_attention != "replay" or not all(gather_object([ours])):
+        early: list[Rollout] = []
+        if coming is not None and coming.step == trainer.state.global_step:
+            came = coming.rollouts if coming.batch is None else [*dict(coming.batch.done).values()]
+            early = came[:EARLY_ROWS]
+        if trainer.args.sparse.train_attention != "replay" or not all(gather_object([bool(early)])):
             return
-        assert coming is not None
-        gap = trainer.weight_sync.gap(coming.parts[0][1].result()[:EARLY_ROWS]).abs().mean()
+        gap = trainer.weight_sync.gap(early).abs().mean()
         largest = float(trainer.accelerator.gather(gap.to(trainer.accelerator.device)).max())
         trainer._metrics["train"]["sync/early_gap"].append(largest)
         if trainer.weight_sync.guard.enabled:
             check_gap("replay gap", largest, trainer.weight_sync.limit)
 
     def state(self) -> dict[str, Any]:
-        """Wait for what is being sampled, and return it as plain data and tensors; {} if nothing is."""
+        """Wait for what was asked for, and return it as plain data and tensors; {} if nothing was."""
         self.settle()
         if self.coming is None:
             return {}
-        rows = [{**vars(rollout), "trace": trace_state(rollout.trace)} for rollout in self.coming.rollouts()]
+        rows = [{**vars(rollout), "trace": trace_state(rollout.trace)} for rollout in self.coming.rollouts]
         return {"step": self.coming.step, "rows": rows}
 
     def load(self, state: dict[str, Any]) -> None:
-        if not state:
-            return
-        rollouts = [Rollout(**{**row, "trace": trace_of_state(row["trace"])}) for row in state["rows"]]
-        came: Future[list[Rollout]] = Future()
-        came.set_result(rollouts)
-        prompts = [rollout.prompt_ids for rollout in rollouts]
-        self.coming = NextGeneration(prompts, state["step"], [(range(len(rollouts)), came)])
+        """Take up what `state` has returned."""
+        if state:
+            rollouts = [Rollout(**{**row, "trace": trace_of_state(row["trace"])}) for row in state["rows"]]
+            self.coming = NextGeneration([r.prompt_ids for r in rollouts], state["step"], rollouts=rollouts)

@@ -212,9 +212,6 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             given["processing_class"] = self.sampler.tokenizer()
         if turns := bool(given.get("tools") or given.get("environment_factory")):
             self._check_turns(given)
-        elsewhere = self.sampler.rollout.engine == "server" if engine is None else not getattr(engine, "shares_weights", True)
-        steps = args.gradient_accumulation_steps, cast(int, args.steps_per_generation)
-        check_ahead(self.sampler.rollout, args.sparse, *steps, served=elsewhere, tools=turns)
         self.thinking = thinking
         if not hasattr(given.get("train_dataset"), "__len__"):
             raise UserError("must be a datasets.Dataset, which has a length", "train_dataset")
@@ -258,6 +255,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             check_rows(rows, recorded, cast(int, self.num_generations_eval), contexts)
         about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class) if contexts else None
         self.engine = self.sampler.open(live, self.sampler.place or live, live, args, *lengths, about)
+        steps = args.gradient_accumulation_steps, cast(int, args.steps_per_generation)
+        check_ahead(self.sampler.rollout, args.sparse, *steps, served=hasattr(self.engine, "begin"), tools=turns)
         if turns:
             self.tool_sampling.check_engine()
         if recorded:
@@ -386,7 +385,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return super()._prepare_inputs(generation_batch)
 
     def _look_ahead(self) -> None:
-        """Give the engine the present weights and ask for the next generation, before the last update that precedes it."""
+        """Before the last update that precedes the next generation, give the engine the weights and ask for it."""
         if self.ahead is not None and self.mode == "train" and self.ahead.due(self._step):
             with self.refused_at_this_step(), self.weight_sync.ready():
                 self.ahead.begin()
