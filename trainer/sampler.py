@@ -67,9 +67,11 @@ class SamplerSettings:
         place = model_directory(str(model)) if isinstance(model, (str, Path)) else _loaded_from(model)
         if engine is not None and cache is not None:
             raise UserError("the given engine has a policy of its own; remove cache", "cache")
-        block = {"engine": "hf", **(rollout or {})} if isinstance(rollout, Mapping | None) else as_mapping(rollout)
-        hint = GRPORolloutConfig if args.kind == "grpo" else RolloutConfig
-        rollout = cast(RolloutConfig, coerce(block, hint, "rollout", Source()))
+        if isinstance(rollout, Mapping | None):
+            rollout = {"engine": "hf", **(rollout or {})}
+        if not isinstance(rollout, RolloutConfig):
+            hint = GRPORolloutConfig if args.kind == "grpo" else RolloutConfig
+            rollout = cast(RolloutConfig, coerce(rollout, hint, "rollout", Source()))
         if prompt_cache is not None and not isinstance(prompt_cache, PromptCacheConfig):
             prompt_cache = cast(PromptCacheConfig, coerce(prompt_cache, TrainedPromptCache, "prompt_cache", Source()))
         if engine is not None and prompt_cache is not None:

@@ -31,7 +31,7 @@ UNGUARDED = GuardConfig(enabled=False)
 @pytest.fixture
 def run_ahead(grpo, tiny):
     """run_ahead(name, late=0, **settings) returns a trainer that samples one step ahead; or, with `late`, in step with
-    the training, by an engine that is so many updates late.
+    the training, by an engine that is this number of updates late.
 
     The generation is back before the update, unless `early` is False.
     """
@@ -182,7 +182,7 @@ def test_control_without_the_guard_a_fault_stops_nothing(fault, run_ahead):
 
 
 def test_rollouts_of_other_rows_are_refused(run_ahead):
-    """Whether others were asked for, or others came. Control: the runs of the other tests."""
+    """Others were asked for, or others came. Control: the runs of the other tests."""
     trainer = run_ahead()
     rows = trainer.ahead._next_rows
     trainer.ahead._next_rows = lambda: rows()[::-1]
