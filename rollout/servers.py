@@ -11,6 +11,7 @@ All requests run in one thread with an event loop. So a batch can be under way w
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
 import os
@@ -169,6 +170,7 @@ class ServerEngine:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="rollouts", daemon=True)
         self.thread.start()
+        atexit.register(self.close)
         try:
             self._call(self._connect([Server(url, key or os.environ.get(KEY)) for url in servers]))
         except BaseException:
@@ -480,6 +482,7 @@ class ServerEngine:
     def close(self) -> None:
         if self.loop.is_closed():
             return
+        atexit.unregister(self.close)
 
         async def leave() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}

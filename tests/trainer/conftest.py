@@ -75,8 +75,8 @@ def grpo(tiny, tmp_path):
     """grpo(**settings) returns an untrained SparseGRPOTrainer, with `output_dir` tmp_path / name.
 
     Not passed to the trainer's configuration: family, model, reward, count, held_out, peft_config, trainer_class,
-    callbacks, and the engine's settings policy, own_weights (a directory), own_dtype and sleep. All other settings
-    override SETTINGS.
+    callbacks, and the engine's settings policy, own_weights (a directory), own_dtype, sleep and servers. All other
+    settings override SETTINGS.
     """
     from rollout import make_engine
     from sparse_rl.models.load import load_tokenizer
@@ -98,6 +98,7 @@ def grpo(tiny, tmp_path):
         own_weights: str | None = None,
         own_dtype: str = "float32",
         sleep: bool = False,
+        servers: list[str] | None = None,
         **settings: Any,
     ) -> SparseGRPOTrainer:
         folder = tmp_path / name
@@ -115,7 +116,7 @@ def grpo(tiny, tmp_path):
             processing_class=load_tokenizer(tiny(family)),
             peft_config=peft_config,
             callbacks=[RunLog(folder), *callbacks],
-            rollout={"sleep": sleep, "progress": False},
+            rollout={"sleep": sleep, "progress": False} | ({"engine": "server", "servers": servers} if servers else {}),
             **sampled,
         )
 
