@@ -33,11 +33,13 @@ ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 """Names of the engines. In a recipe, the engine may also be `auto`, which chooses one of these."""
 MOST_GIB = 1_000_000  # upper limit of kv_cache_gb
 ALONE = 0.9  # share of a GPU's memory for an engine that does not share the GPU with training
+KEY = "VLLM_API_KEY"  # environment variable with the key of servers of rollouts, which vLLM reads too
 SERVERS = "SPARSE_RL_SERVERS"  # environment variable with the URLs of servers that a launch has started
 SAMPLE_LIVE: tuple[EngineName, ...] = ("hf",)  # engines that can sample from a live module; the others load weights
 
 
-ServerURL = Annotated[Text, Rule("such as http://host:8000", lambda v: re.fullmatch(r"https?://[^\s/]+/?", v) is not None)]
+URL = re.compile(r"https?://[^\s/]+/?")
+ServerURL = Annotated[Text, Rule("such as http://host:8000", lambda v: URL.fullmatch(v) is not None)]
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,9 @@ class RolloutConfig(Configuration):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.servers and self.engine not in ("auto", "server"):
-            raise UserError(f"are not asked by the engine {self.engine}; set engine: server, or remove servers", "servers")
+            raise UserError(
+                f"are not asked by the engine {self.engine}; set engine: server, or remove servers", "servers"
+            )
 
     def arguments(self, dtype: str, prompt: int | None, completion: int) -> dict[str, Any]:
         """Return the arguments of `make_engine`, except model, policy and progress. The engine must be chosen.

@@ -309,7 +309,8 @@ def make_engine(
     model : directory of a model or of a run; for hf also a live module
     policy : a policy, its configuration, a mapping {"policy": name, parameters...} or a name; None means the policy
         stored in the model's directory (cache_policy.json), or a full cache if none is stored
-    options : dtype="float32", max_batch, progress, and other parameters of the engine (see HFEngine, VLLMEngine, ServerEngine)
+    options : dtype="float32", max_batch, progress, and other parameters of the engine (see HFEngine, VLLMEngine,
+        ServerEngine)
 
     Raises UserError if the engine, the policy or an option is unknown, if the engine is not installed, or if the engine
     cannot run the model.

@@ -11,6 +11,7 @@ All requests run in one thread with an event loop. So a batch can be under way w
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
 import os
@@ -27,7 +28,7 @@ import httpx
 from torch import Tensor, distributed
 
 from rollout import wire
-from rollout.config import SamplingConfig
+from rollout.config import KEY, SERVERS, SamplingConfig
 from rollout.context import Context
 from rollout.engine import Rollout, Turn, sampling_stage
 from rollout.sampling import NotFiniteLogprobError, Request, requests_to_sample, requests_to_simulate, stop_tokens
@@ -39,7 +40,6 @@ from sparse_rl.policies.base import Policy
 from sparse_rl.policies.make import fingerprint
 
 logger = logging.getLogger("sparse_rl")
-KEY = "VLLM_API_KEY"  # environment variable with the key of the servers, which vLLM reads too
 CHUNK = 8  # most sequences of a request
 LOOK = 10.0  # seconds in which a server must say what it is
 MISSED = 2  # looks without an answer, one after another, that end a request
@@ -57,7 +57,7 @@ class Server:
 
     about : what it has last said of itself; None if it has never answered
     version : of the weights that it was last seen with
-    failures, error : number of faults since its last answer with rollouts, and the last one
+    failures, failed, error : number of faults since its last answer with rollouts, time of the last one, and itself
     up : set while it may be asked for rollouts
     settled : set once it is up, or has failed, after new weights
     hurry, change : set to end its pause after a fault, and the time in which it is up
@@ -73,7 +73,7 @@ class Server:
             trust_env=False,  # a proxy of the environment is for other hosts
         )
         self.about: wire.About | None = None
-        self.version, self.failures = 0, 0
+        self.version, self.failures, self.failed = 0, 0, 0.0
         self.error: Exception = Fault("has not answered")
         self.up, self.settled, self.hurry, self.change = (asyncio.Event() for _ in range(4))
 
@@ -126,7 +126,7 @@ class ServerEngine:
     servers, and then one of them gives a server its weights.
 
     model, policy, dtype, exact : as of the servers, which are refused if theirs differ
-    servers : their URLs
+    servers : their URLs; () means those of the environment variable SPARSE_RL_SERVERS, which a launch sets
     key : of the servers; None means the environment variable VLLM_API_KEY, if it is set
     patience : seconds without any working server after which the run stops
     beat : seconds between two looks at a server that a request waits for
@@ -150,7 +150,7 @@ class ServerEngine:
         beat: float = 15.0,
         progress: bool = False,
     ) -> None:
-        if not servers:
+        if not (servers := servers or os.environ.get(SERVERS, "").split()):
             raise UserError("needs the URL of at least one server: [http://host:8000, ...]", "rollout.servers")
         self.policy, self.dtype, self.progress, self.patience, self.beat = policy, dtype, progress, patience, beat
         self.config, self.generation_config = load_config(str(model)), load_generation_config(model)
@@ -170,6 +170,7 @@ class ServerEngine:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="rollouts", daemon=True)
         self.thread.start()
+        atexit.register(self.close)
         try:
             self._call(self._connect([Server(url, key or os.environ.get(KEY)) for url in servers]))
         except BaseException:
@@ -261,11 +262,13 @@ class ServerEngine:
         # lanes take chunks in this order, so servers take turns
         lanes = [self._lane(s, batch) for number in range(most) for s in self.servers if number < counts[s]]
         tasks = [asyncio.create_task(lane) for lane in lanes]
-        batch.life = self.loop.time()
+        begun = batch.life = self.loop.time()
+        for server in self.servers:
+            server.hurry.set()
         try:
             while tasks and not await _within(batch.over, min(1.0, self.patience / 4)):
                 now = self.loop.time()
-                if any(server.failures == 0 for server in self.servers):
+                if any(server.failures == 0 or server.failed < begun for server in self.servers):
                     batch.life = now
                 elif now - batch.life > self.patience:
                     raise self._deserted()
@@ -340,6 +343,7 @@ class ServerEngine:
         if all(server.about is None for server in servers):
             raise self._deserted()
         self.tending = [asyncio.create_task(self._tend(server)) for server in servers]
+        await asyncio.gather(*(server.settled.wait() for server in servers))
 
     async def _first_look(self, server: Server) -> None:
         """Wait until a server answers, for as long as patience lasts: it may be starting."""
@@ -413,7 +417,7 @@ class ServerEngine:
         """Note a fault. first : False if another request has noted it"""
         server.up.clear()
         if first:
-            server.failures += 1
+            server.failures, server.failed = server.failures + 1, self.loop.time()
             server.error = error
             logger.info("%s: %s", server.url, error)
         server.settled.set()
@@ -427,8 +431,8 @@ class ServerEngine:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Give all weights of the model and its scorers, each as (name in transformers' module, tensor), to all servers,
-        as the next version. All processes that sample call this together; one of them gives a server its weights.
+        """Give the servers all weights of the model and its scorers, each as (name in transformers' module, tensor), as
+        the next version. All processes that sample call this together; one of them gives a server its weights.
         """
         if self.batch is not None and not self.batch.future.done():
             raise RuntimeError("a batch is under way; finish it before the weights change")
@@ -478,6 +482,7 @@ class ServerEngine:
     def close(self) -> None:
         if self.loop.is_closed():
             return
+        atexit.unregister(self.close)
 
         async def leave() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}

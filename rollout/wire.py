@@ -68,10 +68,11 @@ class About(Configuration):
     weights : fingerprint of the weights with which the server began (`identify`); empty if unknown
     vocabulary, layers, kv_heads : sizes of the model
     dtype, exact : as in RolloutConfig
-    version : of the weights; 0 for those with which the server began
+    version : of the weights; 0 for those with which the server began, -1 if an update of them was cut off
     max_batch : maximum number of sequences that are sampled at the same time
     max_model_len : maximum length of prompt and completion
-    running, waiting : numbers of sequences that are sampled now, and that wait for their turn or their version
+    running, waiting : numbers of sequences in the engine, and of those that wait for their version
+    recorded : number of entries that the workers keep of sequences, 0 if there are none
     scorers : digests of the policy's scorers, as in `Engine.scorer_digests`
     """
 
@@ -88,6 +89,7 @@ class About(Configuration):
     max_model_len: int
     running: int = 0
     waiting: int = 0
+    recorded: int = 0
     scorers: dict[str, list[str]] = field(default_factory=dict)
     format: int = FORMAT
 

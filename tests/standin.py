@@ -1,6 +1,6 @@
 """A server of rollouts for tests of its client: the real routes over HTTP, with the hf engine behind them, and faults.
 
-As a program (`standin.py MODEL POLICY PORT`) it is a process that can be killed.
+As a program (`standin.py MODEL POLICY --port PORT`) it is a process that can be killed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from safetensors.torch import load
 
 from rollout import wire
+from rollout.config import KEY
 from rollout.hf import HFEngine
-from rollout.servers import KEY
 from sparse_rl.attention import compute_exactly
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.models.load import load_config, model_fingerprint
@@ -43,6 +43,7 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self, model: str, policy: Any, port: int = 0, faults: Iterable[str] = (), max_batch: int = 16) -> None:
         self.engine, self.faults, self.lock = HFEngine(model, make_policy(policy)), list(faults), threading.Lock()
         self.asked = self.pushes = 0
+        self.connections: list[socket.socket] = []
         config = load_config(model)
         layers, kv_heads, _ = cache_shape(config)
         self.about = {
@@ -59,6 +60,16 @@ class StandIn(ThreadingHTTPServer):
             "max_model_len": 256,
         }
         super().__init__(("127.0.0.1", port), Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.append(request)
+        super().process_request(request, client_address)
+
+    def server_close(self) -> None:
+        super().server_close()
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     @property
     def url(self) -> str:
@@ -165,4 +176,4 @@ def serving(*servers: StandIn) -> Iterator[list[str]]:
 
 if __name__ == "__main__":
     compute_exactly(True)
-    StandIn(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])).serve_forever()
+    StandIn(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[4])).serve_forever()

@@ -123,6 +123,8 @@ class LaunchConfig(Configuration):
     """Settings of the launch.
 
     processes : number of processes of all machines, one for each GPU
+    rollout_gpus : number of servers of rollouts that each machine starts for its own processes, on its last GPUs, or
+        without GPUs on the CPU. They end with the run
     zero_stage : ZeRO stage of DeepSpeed; 0 means no DeepSpeed
     offload : true keeps the optimizer's state and, at stage 3, the weights in the memory of the CPU
     machines, machine_rank : number of machines, and the number of this machine, from 0
@@ -132,6 +134,7 @@ class LaunchConfig(Configuration):
     """
 
     processes: Annotated[PositiveInt, at_most(4096)] = 1
+    rollout_gpus: Annotated[NonNegativeInt, at_most(64)] = 0
     zero_stage: Literal[0, 1, 2, 3] = 0
     gradient_dtype: Literal["float32", "weights"] = "float32"
     offload: bool = False

@@ -1,19 +1,19 @@
 """With `rollout.ahead: 1` the next generation is sampled while the present one trains: the same run, wherever and
 whenever it is sampled.
 
-An hf engine that samples in a thread, with weights of its own, stands for the servers. The reference is an engine that
-gets each update late.
+In most tests, an hf engine that samples in a thread, with weights of its own, stands for the servers. The reference is
+an engine that gets each update late.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from late import LateEngine, ThreadedEngine
+from standin import StandIn, serving
 from test_grpo_guard import later, with_trace
 from trainer_runs import GKV, KillAt, Killed, small, steps, timeless, trained
 
@@ -36,12 +36,13 @@ def run_ahead(grpo, tiny):
     The generation is back before the update, unless `early` is False.
     """
 
-    def make(name: str = "run", late: int = 0, early: bool = True, **settings: Any) -> Any:
+    def make(name: str = "run", late: int = 0, early: bool = True, servers: Any = None, **settings: Any) -> Any:
         engine: Any = make_engine("hf", model=tiny(), policy=GKV)
         settings = {"importance_correction": "token_truncate", "max_steps": 3, **settings}
         if late:
             return grpo(name, engine=LateEngine(engine, late), **settings, replay_guard=UNGUARDED)
-        trainer = grpo(name, engine=ThreadedEngine(engine), ahead=1, **settings)
+        place = {"servers": servers} if servers else {"engine": ThreadedEngine(engine)}
+        trainer = grpo(name, ahead=1, **place, **settings)
         check = trainer.ahead.check_early
 
         def once_it_is_back() -> None:
@@ -79,19 +80,24 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     ],
     ids=lambda settings: min(settings),
 )
-def test_it_is_the_run_of_an_engine_that_is_one_update_late(settings, run_ahead):
-    """Also if nothing is back before the update. Control: an engine that is two updates late."""
-    kinds: tuple[tuple[int, bool], ...] = ((0, True), (0, False), (1, True), (2, True))
+def test_it_is_the_run_of_an_engine_that_is_one_update_late(settings, run_ahead, tiny):
+    """Also on servers, of which nothing need be back before the update. Control: an engine that is two updates late."""
     runs, ends = [], []
-    for late, early in kinds:
-        trainer = run_ahead(f"{late}{early}", late, early, **settings)
+
+    def add(trainer: Any) -> None:
         runs.append(lines_of(trainer))
         ends.append(weights(trainer))
+
+    add(first := run_ahead("thread", **settings))
+    with serving(StandIn(tiny(), GKV), StandIn(tiny(), GKV, faults=["", "reset"])) as servers:
+        add(run_ahead("servers", early=False, servers=servers, **settings))
+    add(run_ahead("late", 1, **settings))
+    add(run_ahead("later", 2, **settings))
     assert runs[0] == runs[1] == runs[2]
     assert equal(ends[0], ends[1]) and equal(ends[0], ends[2])
     assert runs[0][:2] == runs[3][:2]  # both have sampled with the first weights
     assert not equal(ends[0], ends[3])
-    logged = steps(Path(trainer.args.output_dir).parent / "0True")
+    logged = steps(first.args.output_dir)
     assert [line.get("sync/behind") for line in logged] == [None, 1.0, 1.0]
     assert all(line["sync/early_gap"] <= 1e-5 for line in logged[:-1]) and "sync/early_gap" not in logged[-1]
     assert all(line["sync/probe_gap"] <= 1e-5 for line in logged)
