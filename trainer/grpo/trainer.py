@@ -13,6 +13,7 @@ The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 - where top-p, top-k or min-p truncate the sampler's distribution, all models score a token among the tokens that its
   draw kept, and the loss is that of the truncated policy;
 - the gap between sampler and trainer is measured on every rollout, logged, and guarded (metrics.py);
+- the next generation may be sampled, by servers, while the present one trains (ahead.py);
 - tools are called side by side and within a time limit, between turns that our engine samples (turns.py).
 """
 
