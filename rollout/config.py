@@ -83,6 +83,11 @@ class SamplingConfig(Configuration):
         return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None or self.min_p > 0)
 
     @property
+    def distribution(self) -> dict[str, Any]:
+        """The settings of the distribution from which tokens are drawn."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+
+    @property
     def records_support(self) -> bool:
         """True if the traces of sampled sequences have the sections of supports (sparse_rl/trace/support.py)."""
         return self.record_support and self.truncated_support

@@ -301,14 +301,11 @@ class SequenceSampler(nn.Module):
         rows = self.runner.rows(len(logits))
         ids, settings, steps = [r.request_id for r in rows], [r.settings for r in rows], [r.step for r in rows]
         uniform = None
-        read = [setting.get("read", ()) for setting in settings]  # tokens that a conversation reads one by one
-        drawn = [step - len(tokens) for step, tokens in zip(steps, read, strict=True)]  # below 0: a token is read
         if self.sampling.temperature > 0 and "forced" not in settings[0]:
-            numbers = [self.stream(setting["seed"]).at(max(n, 0)) for setting, n in zip(settings, drawn, strict=True)]
+            numbers = [self.stream(setting["seed"]).at(n) for setting, n in zip(settings, steps, strict=True)]
             uniform = _sent(numbers, torch.float64, logits.device)
         tokens = [
-            given[n] if n < 0 else forced_token(n, setting.get("forced"), self.sampling)
-            for setting, given, n in zip(settings, read, drawn, strict=True)
+            forced_token(n, setting.get("forced"), self.sampling) for setting, n in zip(settings, steps, strict=True)
         ]
         forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
         sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
@@ -348,9 +345,9 @@ class SeededSampler(nn.Module):
         seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
         by_support: dict[SamplingConfig, list[tuple[int, float]]] = {}
         for row, request in enumerate(self.runner.rows(len(logits))):
-            if "seeds" not in (request.settings or {}):
+            seeds, i = (request.settings or {}).get("seeds"), request.request_id
+            if seeds is None:
                 continue
-            seeds, i = request.settings["seeds"], request.request_id
             sample_index = int(i.partition("_")[0]) if len(seeds) > 1 else 0  # "0_id", "1_id", ... of vLLM
             key = i, seeds[sample_index]
             if key not in self.seeded:

@@ -103,6 +103,10 @@ class Run(Generic[R]):
                 rows = read_recorded(data, self, where)
             else:
                 rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
+            if isinstance(recipe, ToolsRecipe) and isinstance(recipe.environment, dict):
+                from rollout.turns import check_environments
+
+                check_environments(recipe.environment, rows, where)
             once(f"golds of {where}", lambda: check_golds(rewards[0], rows, where))
             return rows
 

@@ -33,9 +33,7 @@ import torch
 import trl
 from torch import Tensor
 from torch.utils.data import Sampler
-from trl import GRPOTrainer
 from trl.models.utils import _ForwardRedirection
-from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, maybe_gather_lm_head_ctx
 
 from rollout.config import RolloutConfig
@@ -43,26 +41,37 @@ from rollout.context.config import PromptCacheConfig
 from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, Rollout, SamplingConfig
 from rollout.recorded import RecordedRollouts, check_rows
-from rollout.turns import Conversation
+from rollout.turns import Conversation, RowTrace, check_environments
 from sparse_rl.attention.families import context_length
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
 from sparse_rl.attention.views import make_view
 from sparse_rl.data.tokens import SplitPrompt, prompt_ends, prompt_ids, split_prompt
-from sparse_rl.errors import UserError
+from sparse_rl.errors import UserError, reason
 from sparse_rl.experts import RouterReplay, balancing_loss, has_experts
 from sparse_rl.models.load import base_of
 from sparse_rl.trace import EvictionTrace, Supports
 from sparse_rl.trace.sections import SUPPORT
-from trainer.arguments import ReplayedArguments, check_adapters, model_options, weights_dtype, with_settings
+from trainer.arguments import (
+    ReplayedArguments,
+    check_adapters,
+    model_options,
+    weights_dtype,
+    with_settings,
+    without_vllm,
+)
 from trainer.base import Resumable, text_parts
 from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig, check_ahead, check_turns
 from trainer.grpo.ahead import Ahead
 from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock, show_panels
 from trainer.grpo.sync import WeightSync
-from trainer.grpo.turns import RowTrace, ToolSampling, check_tools, replay_turns, trace_of_state, trace_state
+from trainer.grpo.turns import ToolSampling, check_tools, replay_turns, trace_of_state, trace_state
 from trainer.sampler import SamplerSettings
 from trainer.weights import carry_scorers, load_reference, reference_state
+
+with without_vllm():
+    from trl import GRPOTrainer
+    from trl.trainer import grpo_trainer
 
 
 @with_settings(TrainingConfig, SparseGRPOConfig)
@@ -141,6 +150,7 @@ class TracedBatch:
     keeps it. The loss of a part of that dict takes the part's traces into its own TracedBatch, and replays them.
 
     prompts : prompts, split after their contexts, if the engine compacts these; empty while a loss is computed
+    begun : True from the first turn on, when the environments of conversations have been reset
     conversations : conversations with tools that are being sampled
     rollouts : rollouts that were just sampled; empty while a loss is computed
     rewards : rewards of all ranks, float [rows, reward functions]
@@ -152,6 +162,7 @@ class TracedBatch:
 
     traces: Sequence[RowTrace] = ()
     prompts: Sequence[SplitPrompt] = ()
+    begun: bool = False
     conversations: Sequence[Conversation] = ()
     rollouts: Sequence[Rollout] = ()
     rewards: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -252,8 +263,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         recorded = isinstance(self.sampler.engine, RecordedRollouts)
         contexts, held_out = self.sampler.prompt_cache is not None, cast(Any, self.eval_dataset)
         check_rows(self.train_dataset, recorded, args.sparse.num_generations, contexts)
+        check_environments(given.get("environment_factory"), self.train_dataset, "train_dataset")
         for rows in filter(None, held_out.values() if isinstance(held_out, dict) else [held_out]):
             check_rows(rows, recorded, cast(int, self.num_generations_eval), contexts)
+            check_environments(given.get("environment_factory"), rows, "eval_dataset")
         about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class) if contexts else None
         self.engine = self.sampler.open(live, self.sampler.place or live, live, args, *lengths, about)
         steps = args.gradient_accumulation_steps, cast(int, args.steps_per_generation)
@@ -301,7 +314,13 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         batch = self.batch = TracedBatch(prompts=self.split_prompts(inputs))
         if isinstance(self.engine, RecordedRollouts):
             inputs, batch.rollouts = self.engine.hand_out(inputs, self.accelerator.process_index)
-        out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
+        try:
+            out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
+        except (Exception, SystemExit) as error:
+            if self.environment_factories is None or batch.begun:
+                raise
+            names = [str(name or getattr(made, "__name__", made)) for name, made in self.environment_factories.items()]
+            raise UserError(f"{' or '.join(names)} cannot be reset: {reason(error)}", "environment") from error
         out["traces"] = batch.traces
         width = out["completion_ids"].shape[1]
         logprobs = [r.model_logprobs + [0.0] * (width - len(r.model_logprobs)) for r in batch.rollouts]
@@ -345,6 +364,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return ids, None, {}
 
     def _generate(self, prompts: list) -> Any:
+        self.batch.begun = True
         # Processes differ in the number of turns, so what all of them do together is done once: ZeRO-3 gathers weights.
         with self.weight_sync.ready() if self.tools else nullcontext():
             return super()._generate(prompts)
@@ -364,15 +384,16 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self._keep(rollouts, [r.trace for r in rollouts])
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
 
-    def _tool_call_loop(self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, *_: Any) -> Any:
+    def _tool_call_loop(self, *_: Any) -> Any:
         """Continue the conversations in TRL's place. Returns mask, messages, token ids and log-probs of each, the
         numbers of calls and of failures, and no images."""
         conversations = self.batch.conversations
-        counts = self.tool_sampling.go_on(conversations, completions)
+        counts = self.tool_sampling.go_on(conversations)
         rollouts = [conversation.whole() for conversation in conversations]
         self._keep(rollouts, [conversation.traces() for conversation in conversations])
         ids, logprobs = [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
-        return [[*map(int, r.sampled)] for r in rollouts], completions, ids, logprobs, *counts, [[] for _ in rollouts]
+        masks, messages = [[*map(int, r.sampled)] for r in rollouts], [one.messages for one in conversations]
+        return masks, messages, ids, logprobs, *counts, [[] for _ in rollouts]
 
     def _keep(self, rollouts: Sequence[Rollout], traces: Sequence[RowTrace]) -> None:
         replayed = self.args.sparse.train_attention == "replay"
