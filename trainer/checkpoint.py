@@ -51,6 +51,7 @@ MAY_CHANGE = (
     *("log_completions", "num_completions_to_print", "rollout.progress", "replay_guard.enabled"),
     *("save_strategy", "resume_from_checkpoint", "local_rank", "push_to_hub"),  # in Python
     *("launch.machines", "launch.machine_rank", "launch.main_process_ip", "launch.main_process_port"),
+    *("launch.rollout_gpus", "rollout.servers", "rollout.patience"),
 )
 MAY_CHANGE_BUT_FOR_ROUNDING = (
     *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),

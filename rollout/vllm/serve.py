@@ -1,7 +1,8 @@
 """`sparse-rl serve`: vLLM's own OpenAI server, with the plugin and the policy that the model was trained under.
 
 `serve` makes all checks that need no loaded model, builds vLLM's command line, and replaces this process with a new
-Python, which runs `run` below. Evictions are not recorded. A request that loses an evicting cache ends with an error.
+Python, which runs `run` below. Evictions are recorded only for the routes of rollouts (routes.py). A request that loses
+an evicting cache ends with an error.
 """
 
 from __future__ import annotations
@@ -92,12 +93,18 @@ def serve(model: str, cache: Mapping[str, Any], prompt_cache: Mapping[str, Any],
         dtype = "float32" if arguments.on_cpu() and model_dtype == "float32" else "auto"
     itemsize = BYTES.get(dtype, BYTES.get(model_dtype, 2))
     bound = policy if options.context is None else arguments.BehindContext(policy.config)
+    if options.rollouts and options.context is not None:
+        raise UserError("rollouts cannot continue a served context; leave one of the two out", "--rollouts")
     beside = beside_cache(bound, config, itemsize=itemsize, max_batch=options.max_batch)
     memory = arguments.memory_arguments(options.kv_cache_gb, ALONE, beside)
     kept, contexts = _kept_bytes(options.kept_gb, policy), None
     if options.context is not None:
         window = options.max_model_len or context_length(config)
         contexts = [compact_text(model, options.context, compaction, dtype if dtype in BYTES else "bfloat16", window)]
+    rollouts: dict[str, Any] = {}
+    if options.rollouts:  # as in VLLMEngine
+        rollouts = {"worker_cls": f"{arguments.WORKERS}ServingWorker", "rollouts": True}
+        rollouts["enable_prefix_caching"] = arguments.caches_prompts(policy, config)
     words = command_line(
         model=model,
         tokenizer=tokenizer,
@@ -114,9 +121,12 @@ def serve(model: str, cache: Mapping[str, Any], prompt_cache: Mapping[str, Any],
         block_size=arguments.default_block_size(),
         **memory,
         **arguments.model_arguments(config),
-        **arguments.engine_arguments(
-            policy, dtype=dtype, contexts=contexts, full_graphs=options.full_graphs, kept=kept
-        ),
+        **{
+            **arguments.engine_arguments(
+                policy, dtype=dtype, contexts=contexts, full_graphs=options.full_graphs, kept=kept
+            ),
+            **rollouts,
+        },
     )
     server_host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {model} on http://{server_host}:{options.port}/v1\ncache: {policy!r}, {source}", flush=True)

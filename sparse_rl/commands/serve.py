@@ -86,6 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full-graphs", action="store_true", help="run each decode step as one CUDA graph; not yet tested on a GPU"
     )
+    parser.add_argument(
+        "--rollouts",
+        action="store_true",
+        help="also sample for trainings (rollout.engine: server), record evictions, and let them replace the weights",
+    )
 
 
 def names(text: str) -> list[str]:

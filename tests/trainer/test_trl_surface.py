@@ -47,6 +47,8 @@ METHODS = {
         "_calculate_rewards": "inputs prompts completions completion_ids_list",
         "_log_completion_extra": "column values",
         "_generate_and_score_completions": "inputs",
+        "_prepare_inputs": "generation_batch",
+        "training_step": "model inputs num_items_in_batch",
         "_compute_loss": "model inputs",
         "_get_per_token_logps_and_entropies": (
             f"model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss {IMAGES}"

@@ -13,6 +13,7 @@ The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 - where top-p, top-k or min-p truncate the sampler's distribution, all models score a token among the tokens that its
   draw kept, and the loss is that of the truncated policy;
 - the gap between sampler and trainer is measured on every rollout, logged, and guarded (metrics.py);
+- the next generation may be sampled, by servers, while the present one trains (ahead.py);
 - tools are called side by side and within a time limit, between turns that our engine samples (turns.py).
 """
 
@@ -60,7 +61,8 @@ from trainer.arguments import (
     without_vllm,
 )
 from trainer.base import Resumable, text_parts
-from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig, check_turns
+from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig, check_ahead, check_turns
+from trainer.grpo.ahead import Ahead
 from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock, show_panels
 from trainer.grpo.sync import WeightSync
 from trainer.grpo.turns import ToolSampling, check_tools, replay_turns, trace_of_state, trace_state
@@ -97,7 +99,7 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
         sparse, self.top_k = self.sparse, self.top_k or 0
         super().__post_init__()
         sparse.check_options(vars(self))
-        if sparse.importance_correction != "none":
+        if sparse.weighs:
             self.vllm_importance_sampling_mode = sparse.importance_correction
             self.vllm_importance_sampling_clip_max = sparse.importance_clip
 
@@ -241,7 +243,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             refuse_reentrant_checkpointing(model)
         # TRL's only switch for its importance correction. Here, after construction, it has no other effect: TRL's other
         # code that reads use_vllm is overridden by this class, or runs only with rollout_func.
-        self.use_vllm = self.args.sparse.importance_correction != "none"
+        self.use_vllm = self.args.sparse.weighs
         self.sampling = SamplingConfig(
             max_tokens=cast(int, self.max_completion_length),
             temperature=self.temperature,
@@ -267,6 +269,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             check_environments(given.get("environment_factory"), rows, "eval_dataset")
         about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class) if contexts else None
         self.engine = self.sampler.open(live, self.sampler.place or live, live, args, *lengths, about)
+        steps = args.gradient_accumulation_steps, cast(int, args.steps_per_generation)
+        check_ahead(self.sampler.rollout, args.sparse, *steps, served=hasattr(self.engine, "begin"), tools=turns)
         if turns:
             self.tool_sampling.check_engine()
         if recorded:
@@ -277,6 +281,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.weight_sync = WeightSync(self.engine, self, self.sampler.rollout.sleep)
         self.own_metrics = GRPOMetrics(self)
         self._redirect = _ForwardRedirection()
+        self.ahead = Ahead(self) if getattr(self.sampler.rollout, "ahead", 0) else None
         self.batch = TracedBatch()
         self.generations = 0  # number of generations so far, for the sampling seed
 
@@ -375,6 +380,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             turns = [conversation.rollouts[-1] for conversation in self.batch.conversations]
             return [turn.completion_ids for turn in turns], [turn.logprobs for turn in turns]
         rollouts = self.batch.rollouts or self._sample(prompt_ids)
+        self._look_ahead()
         self._keep(rollouts, [r.trace for r in rollouts])
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
 
@@ -395,7 +401,34 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.batch.rollouts = rollouts
         self.own_metrics.record_rollouts(rollouts)
 
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if self.ahead is not None and self._step % self.ahead.micro_batches:  # else once this generation is sampled
+            self._look_ahead()
+        return super()._prepare_inputs(generation_batch)
+
+    def _look_ahead(self) -> None:
+        """Before the last update that precedes the next generation, give the engine the weights and ask for it."""
+        if self.ahead is not None and self.mode == "train" and self.ahead.due(self._step):
+            with self.refused_at_this_step(), self.weight_sync.ready():
+                self.ahead.begin()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if not self.is_deepspeed_enabled:
+            self._check_early()
+        return loss
+
+    def _check_early(self) -> None:
+        if self.ahead is not None and self.mode == "train" and self.accelerator.sync_gradients:
+            self.ahead.check_early()
+
     def _sample(self, prompt_ids: list[list[int]]) -> Sequence[Rollout]:
+        if self.ahead is not None:
+            with self.refused_at_this_step(), self.clock.timed("generate"):
+                if self.mode == "eval":
+                    self.ahead.settle()
+                elif rollouts := self.ahead.take(prompt_ids):
+                    return rollouts
         seed = self.sampling_seed(None if self.mode == "eval" else self.generations)
         sampling = dataclasses.replace(self.sampling, seed=seed)
         with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
@@ -570,13 +603,18 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     # ---- the loss of a part of TRL's batch ------------------------------------------------------------------------
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        batch = self.batch = TracedBatch(inputs["traces"])
+        if self.is_deepspeed_enabled:  # whose backward pass contains the update
+            self._check_early()
+        batch, first = TracedBatch(inputs["traces"]), "old_per_token_logps" not in inputs
+        self.batch = batch
+        if self.args.sparse.importance_correction == "ppo":
+            inputs = {**inputs, "old_per_token_logps": inputs["sampling_per_token_logps"]}
         loss = super()._compute_loss(model, inputs)
         if batch.auxiliary is not None:
             self.own_metrics.record_auxiliary(batch.auxiliary)
             weight = 1.0 if self.args.scorers is None else self.args.scorers.weight
             loss = loss + weight * batch.auxiliary.losses.mean() / self.current_gradient_accumulation_steps
-        if "old_per_token_logps" not in inputs:  # then no update has followed the rollout yet
+        if first:  # no update has followed the rollout yet
             self.own_metrics.record_gap(inputs, batch.logprobs)
         return loss
 
@@ -611,6 +649,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             "gap_limit": self.weight_sync.limit,
             "probed": self.weight_sync.probed,
             "gaps": self.own_metrics.gaps,
+            "ahead": {} if self.ahead is None else self.ahead.state(),
             "buffer": [{**part, "traces": [trace_state(trace) for trace in part["traces"]]} for part in buffer],
             "logs": log_state(cast(Any, self._logs)),
             "reference": reference_state(self.ref_model, self.accelerator) if self.args.sync_ref_model else {},
@@ -619,6 +658,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
         self._step, self.generations, self.own_metrics.gaps = state["step"], state["generations"], state["gaps"]
+        if self.ahead is not None:
+            self.ahead.load(state["ahead"])
         synced = self.weight_sync  # its engine is new, and has no weights of this run
         synced.limit, synced.probed, synced.synced = state["gap_limit"], state["probed"], None
         buffer = []

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout.engine import CPU_HEAD_SIZES
 from rollout.vllm.memory import Beside
-from sparse_rl.attention.families import cache_shape, family_only_hf, longest_text
+from sparse_rl.attention.families import EXPERTS, cache_shape, family_only_hf, longest_text
 from sparse_rl.errors import UserError
 from sparse_rl.methods.am.policy import BIAS
 from sparse_rl.policies.base import Policy
@@ -141,6 +141,11 @@ def engine_arguments(
         "kv_connector_extra_config": {KEY: settings},
     }
     return {**arguments, "kv_transfer_config": transfer, "scheduler_reserve_full_isl": True}
+
+
+def caches_prompts(policy: Policy, config: Any) -> bool:
+    """Return True if an engine may keep the blocks of prompts: of cached tokens, no experts would be recorded."""
+    return not policy.schedule.evicts and not any(getattr(config, key, None) for key in EXPERTS)
 
 
 def cache_config(vllm_config: Any) -> CacheConfig | None:

@@ -39,13 +39,18 @@ from vllm.exceptions import VLLMValidationError
 from rollout.sampling import sequence_seed
 from rollout.vllm.compat import arguments
 from rollout.vllm.compat.arguments import KEY
+from rollout.vllm.routes import WEIGHTS, OwnSettings, attach
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.models.load import load_generation_config
 
-OURS = ("model", "dtype", "allowed_hosts", "allowed_origins")
+OURS = ("model", "dtype", "allowed_hosts", "allowed_origins", "rollouts")
 ALONE = (
     *("additional_config", "api_server_count", "data_parallel_multi_port_external_lb", "grpc", "headless"),
     "worker_cls",
+)
+ROLLOUTS = (  # that would lose records, or change bits, of rollouts
+    *("async_scheduling", "data_parallel_size", "enable_expert_parallel", "enable_lora", "enable_prefix_caching"),
+    *("kv_cache_dtype", "pipeline_parallel_size", "quantization", "speculative_config", "watermark_config"),
 )
 FIXED = (  # arguments that the user cannot choose under eviction, besides those that `refuse_unsupported` finds
     *("attention_backend", "kv_offloading_backend", "kv_offloading_size", "kv_transfer_config", "scheduler_cls"),
@@ -71,10 +76,12 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
 
     parser = make_arg_parser(Parser(prog="vllm serve"))
     parser.add_argument("--allowed-hosts", type=json.loads, default=[])
+    parser.add_argument("--rollouts", action="store_true")
     default, user, own, combined = (parser.parse_args(words) for words in ([], further, ours, [*ours, *further]))
     if user.model_tag is not None:
         raise UserError(f"{user.model_tag!r} is not a flag")
-    for name in [*OURS, *ALONE, *(FIXED if combined.kv_transfer_config is not None else ())]:
+    fixed = *(FIXED if combined.kv_transfer_config is not None else ()), *(ROLLOUTS if own.rollouts else ())
+    for name in [*OURS, *ALONE, *fixed]:
         if getattr(user, name) != getattr(default, name):
             why = "must be given before --" if name in OURS else "cannot be chosen; leave it out"
             raise UserError(f"--{name.replace('_', '-')} {why}")
@@ -82,6 +89,9 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
         validate_parsed_serve_args(combined)
     combined.hf_overrides = {**own.hf_overrides, **user.hf_overrides}
     combined.api_key = [key for key in combined.api_key or [envs.VLLM_API_KEY] if key]
+    if own.rollouts and not combined.api_key and combined.host not in LOOPBACK:
+        wrong = "other machines may sample and replace weights, so they need a key"
+        raise UserError(f"{wrong}; set the environment variable VLLM_API_KEY", "--host")
     combined.middleware = [*combined.middleware, f"{__name__}.Guard"]  # the last one wraps all others
     return combined
 
@@ -125,6 +135,14 @@ def run_server(ours: list[str], further: list[str]) -> None:
             aggregate_engine_logging=words.aggregate_engine_logging,
             disable_log_stats=words.disable_log_stats,
         )
+        if words.rollouts:
+            build_app = entry.build_app
+
+            def with_rollouts(*args: Any, **kwargs: Any) -> Any:
+                attach(app := build_app(*args, **kwargs), engine)
+                return app
+
+            entry.build_app = with_rollouts  # type: ignore[assignment]
         try:
             end = await entry.build_and_serve(engine, address, listening, words, timeout_graceful_shutdown=GRACE)
         finally:
@@ -175,7 +193,8 @@ def check_requests(vllm_config: Any) -> None:
         if whole_prompts and kwargs.get("resumable"):
             wrong = "an input session cannot be served if the cache evicts or requests continue a context"
             raise VLLMValidationError(wrong)
-        if KEY in (getattr(params, "extra_args", None) or {}):  # workers would take it for ours
+        extra = getattr(params, "extra_args", None) or {}
+        if KEY in extra and not isinstance(extra[KEY], OwnSettings):  # workers would take it for ours
             raise VLLMValidationError(f"vllm_xargs: the name {KEY!r} is reserved for the server; leave it out")
         structure = getattr(params, "structured_outputs", None)
         if structure is not None and (message := over_structure(structure)):
@@ -240,6 +259,8 @@ class Guard:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
+            if scope["path"].endswith(WEIGHTS):  # which has its own limit
+                return message
             if refused := over("request", bytes=size):
                 raise HTTPException(400, refused)
             return message
