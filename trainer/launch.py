@@ -154,9 +154,11 @@ def rollout_servers(count: int, words: Sequence[str], folder: Path) -> Iterator[
                 subprocess.Popen(arguments, env={**os.environ, **own}, stdout=log, stderr=log, start_new_session=True)
             )
             stack.callback(_end, servers[-1])
+        key = {"Authorization": f"Bearer {os.environ[KEY]}"}
+        client = stack.enter_context(httpx.Client(headers=key, trust_env=False))
         with stage("starting", f"{count} server{'s' * (count > 1)} of rollouts"):
             for i, (url, server) in enumerate(zip(urls, servers, strict=True)):
-                while not _answers(url):
+                while not _answers(client, url):
                     if server.poll() is not None:
                         log = folder / f"rollout-server-{i}.log"
                         last = log.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -185,10 +187,9 @@ def _free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def _answers(url: str) -> bool:
-    headers = {"Authorization": f"Bearer {os.environ[KEY]}"}
+def _answers(client: httpx.Client, url: str) -> bool:
     try:
-        return httpx.get(f"{url}/rollouts", headers=headers, timeout=5, trust_env=False).status_code == 200
+        return client.get(f"{url}/rollouts").status_code == 200
     except httpx.HTTPError:
         return False
 
