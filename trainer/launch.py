@@ -145,9 +145,9 @@ def rollout_servers(count: int, words: Sequence[str], folder: Path) -> Iterator[
         stack.callback(os.environ.update, before)
         stack.callback(os.environ.clear)
         folder.mkdir(parents=True, exist_ok=True)
-        servers = []
+        servers, logs = [], [folder / f"rollout-server-{i}.log" for i in range(count)]
         for i, port in enumerate(ports):
-            log = stack.enter_context(open(folder / f"rollout-server-{i}.log", "w+b"))
+            log = stack.enter_context(open(logs[i], "wb"))
             own = {"CUDA_VISIBLE_DEVICES": cards[len(cards) - count + i]} if cards else {}
             arguments = [sys.executable, "-c", BOUND, str(os.getpid()), *words, "--port", str(port)]
             servers.append(
@@ -157,13 +157,12 @@ def rollout_servers(count: int, words: Sequence[str], folder: Path) -> Iterator[
         key = {"Authorization": f"Bearer {os.environ[KEY]}"}
         client = stack.enter_context(httpx.Client(headers=key, trust_env=False))
         with stage("starting", f"{count} server{'s' * (count > 1)} of rollouts"):
-            for i, (url, server) in enumerate(zip(urls, servers, strict=True)):
+            for url, server, file in zip(urls, servers, logs, strict=True):
                 while not _answers(client, url):
                     if server.poll() is not None:
-                        log = folder / f"rollout-server-{i}.log"
-                        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-                        raise StoppedError(f"a server of rollouts ended before it answered: {last} (see {log})")
-                    time.sleep(0.2)
+                        last = file.read_text(errors="replace").strip().rpartition("\n")[2]
+                        raise StoppedError(f"a server of rollouts ended before it answered: {last} (see {file})")
+                    time.sleep(0.3)
         os.environ[SERVERS] = " ".join(urls)
         if cards:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards[:-count])
