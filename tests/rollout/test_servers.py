@@ -84,7 +84,7 @@ def test_a_run_stops_if_every_server_keeps_failing(model):
     """The message shows that each of these faults is noticed, and by its own check."""
     server = StandIn(model, GKV)
     whys = {"reset": "disconnected", "damaged": "not an answer with rollouts", "500": "status 500: a fault"}
-    whys |= {"abort": "'abort'", "shape": "has shape", "version": "not 0"}
+    whys |= {"abort": "'abort'", "shape": "evict_at of shape", "version": "not 0"}
     with asking(model, server, patience=0.2) as engine:
         for fault, why in whys.items():
             server.faults = [fault] * 1000
