@@ -92,13 +92,13 @@ class Server:
             raise Fault(one_line(f"{type(error).__name__} {error}", 200)) from error
         if reply.status_code == 200:
             return reply.content
-        told: Any = {}
-        with suppress(ValueError):
-            told = json.loads(reply.content)
-        told = told.get("error") if isinstance(told, dict) else None
-        told = told if isinstance(told, dict) else {"message": reply.text}
-        message = one_line(f"status {reply.status_code}: {told.get('message')}", 400)
-        if told.get("type") == NotFiniteLogprobError.__name__:
+        try:
+            refusal = json.loads(reply.content)["error"]
+            kind, text = refusal["type"], refusal["message"]
+        except (ValueError, KeyError, TypeError):
+            kind, text = "", reply.text
+        message = one_line(f"status {reply.status_code}: {text}", 400)
+        if kind == NotFiniteLogprobError.__name__:
             raise NotFiniteError(f"{self.url}: {message}")
         mend = {401: f"; set {KEY} to its key", 404: "; start it with sparse-rl serve MODEL --rollouts"}
         if reply.status_code == 400 or (self.about is None and reply.status_code in mend):
@@ -236,11 +236,10 @@ class ServerEngine:
             raise UserError(f"a server of rollouts takes no compacted context{ANOTHER}", "rollout.engine")
         if self.batch is not None and not self.batch.future.done():
             raise RuntimeError("a batch is under way; finish it first")
-        told = [server for server in self.servers if server.about is not None]
-        if self.version is None and (old := [server for server in told if server.version]):
+        if self.version is None and (old := [server for server in self.servers if server.version]):
             wrong = f"{old[0].url} has weights that an earlier run has given it (version {old[0].version})"
             raise UserError(f"{wrong}; start it again", "rollout.servers")
-        most = min(server.about.max_model_len for server in told if server.about is not None)
+        most = min(server.about.max_model_len for server in self.servers if server.about is not None)
         for request in requests:
             if (length := len(request.prompt)) + request.max_tokens > most:
                 wrong = f"prompt {request.place // sampling.n} has {length} tokens: with max_tokens"
