@@ -17,7 +17,7 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,13 +92,13 @@ class Server:
             raise Fault(one_line(f"{type(error).__name__} {error}", 200)) from error
         if reply.status_code == 200:
             return reply.content
-        told: Any = {}
-        with suppress(ValueError):
-            told = json.loads(reply.content)
-        told = told.get("error") if isinstance(told, dict) else None
-        told = told if isinstance(told, dict) else {"message": reply.text}
-        message = one_line(f"status {reply.status_code}: {told.get('message')}", 400)
-        if told.get("type") == NotFiniteLogprobError.__name__:
+        try:
+            refusal = json.loads(reply.content)["error"]
+            kind, text = refusal["type"], refusal["message"]
+        except (ValueError, KeyError, TypeError):
+            kind, text = "", reply.text
+        message = one_line(f"status {reply.status_code}: {text}", 400)
+        if kind == NotFiniteLogprobError.__name__:
             raise NotFiniteError(f"{self.url}: {message}")
         mend = {401: f"; set {KEY} to its key", 404: "; start it with sparse-rl serve MODEL --rollouts"}
         if reply.status_code == 400 or (self.about is None and reply.status_code in mend):
@@ -108,11 +108,16 @@ class Server:
 
 @dataclass
 class Batch:
-    """Sequences under way. done : place -> rollout, of those that have come back; `future` has no result"""
+    """Sequences under way.
+
+    advance : called with the number of sequences that have come back
+    done : place -> rollout, of those that have come back; `future` has no result
+    """
 
     requests: list[Request]
     sampling: SamplingConfig
     version: int
+    advance: Callable[[int], None]
     done: dict[int, Rollout] = field(default_factory=dict)
     queue: asyncio.Queue[list[Request]] = field(default_factory=asyncio.Queue)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -195,7 +200,7 @@ class ServerEngine:
     ) -> list[Rollout]:
         requests = requests_to_sample(prompts, sampling, self.config.vocab_size, context)
         with sampling_stage(requests, self.progress) as stage:
-            return self.finish(self._begin(requests, sampling), stage.advance)
+            return self.finish(self._begin(requests, sampling, stage.advance))
 
     def simulate(
         self,
@@ -207,25 +212,14 @@ class ServerEngine:
         vocabulary = self.config.vocab_size
         requests, sampling = requests_to_simulate(prompts, completions, temperature, vocabulary, context)
         with sampling_stage(requests, self.progress) as stage:
-            return self.finish(self._begin(requests, sampling), stage.advance)
+            return self.finish(self._begin(requests, sampling, stage.advance))
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> Batch:
         """Ask for what `generate` returns, and return at once. Only one batch can be under way."""
         return self._begin(requests_to_sample(prompts, sampling, self.config.vocab_size), sampling)
 
-    def finish(self, batch: Batch, advance: Any = None) -> list[Rollout]:
-        """Wait for the rollouts of a batch, in the order of `generate`. advance : called with the number of new ones"""
-        shown = 0
-        try:
-            while advance is not None and not batch.future.done():
-                with suppress(TimeoutError):
-                    batch.future.exception(timeout=0.5)
-                now = len(batch.done)
-                advance(now - shown)
-                shown = now
-        except BaseException:
-            batch.future.cancel()
-            raise
+    def finish(self, batch: Batch) -> list[Rollout]:
+        """Wait for the rollouts of a batch, and return them in the order of `generate`."""
         self._result(batch.future)
         return [batch.done[request.place] for request in batch.requests]
 
@@ -235,21 +229,22 @@ class ServerEngine:
     def logprobs(self, prompts: Any, completions: Any, context: Context) -> NoReturn:
         raise UserError(f"a server of rollouts takes no compacted context{ANOTHER}", "rollout.engine")
 
-    def _begin(self, requests: list[Request], sampling: SamplingConfig) -> Batch:
+    def _begin(
+        self, requests: list[Request], sampling: SamplingConfig, advance: Callable[[int], None] = lambda _: None
+    ) -> Batch:
         if any(request.context is not None for request in requests):
             raise UserError(f"a server of rollouts takes no compacted context{ANOTHER}", "rollout.engine")
         if self.batch is not None and not self.batch.future.done():
             raise RuntimeError("a batch is under way; finish it first")
-        told = [server for server in self.servers if server.about is not None]
-        if self.version is None and (old := [server for server in told if server.version]):
+        if self.version is None and (old := [server for server in self.servers if server.version]):
             wrong = f"{old[0].url} has weights that an earlier run has given it (version {old[0].version})"
             raise UserError(f"{wrong}; start it again", "rollout.servers")
-        most = min(server.about.max_model_len for server in told if server.about is not None)
+        most = min(server.about.max_model_len for server in self.servers if server.about is not None)
         for request in requests:
             if (length := len(request.prompt)) + request.max_tokens > most:
                 wrong = f"prompt {request.place // sampling.n} has {length} tokens: with max_tokens"
                 raise UserError(f"{wrong} {request.max_tokens} that is more than the servers' max_model_len {most}")
-        self.batch = batch = Batch(requests, sampling, self.version or 0)
+        self.batch = batch = Batch(requests, sampling, self.version or 0, advance)
         batch.future = asyncio.run_coroutine_threadsafe(self._run(batch), self.loop)
         return batch
 
@@ -298,6 +293,7 @@ class ServerEngine:
             else:
                 server.failures, batch.life = 0, self.loop.time()
                 batch.done.update(answered)
+                batch.advance(len(answered))
                 if len(batch.done) == len(batch.requests):
                     batch.over.set()
 
@@ -338,35 +334,26 @@ class ServerEngine:
     # ---- the state of a server --------------------------------------------------------------------------------------
 
     async def _connect(self, servers: list[Server]) -> None:
+        """Wait until all servers have answered, for as long as patience lasts: some may be starting."""
         self.servers = servers
-        await asyncio.gather(*map(self._first_look, servers))
-        if all(server.about is None for server in servers):
-            raise self._deserted()
         self.tending = [asyncio.create_task(self._tend(server)) for server in servers]
-        await asyncio.gather(*(server.settled.wait() for server in servers))
-
-    async def _first_look(self, server: Server) -> None:
-        """Wait until a server answers, for as long as patience lasts: it may be starting."""
         until = self.loop.time() + self.patience
-        while True:
-            try:
-                about = await self._look(server)
-            except Fault as fault:
-                if not server.failures:
-                    logger.warning("waiting for %s: %s", server.url, fault)
-                self._fail(server, fault)
-                if self.loop.time() >= until:
-                    return
-                await asyncio.sleep(min(pause(server.failures), 2.0))
-            else:
-                server.failures, server.version = 0, about.version
-                return
+        while silent := [server for server in servers if server.about is None]:
+            for server in silent:
+                if isinstance(server.error, UserError):
+                    raise server.error
+            if self.loop.time() > until:
+                break
+            await asyncio.sleep(0.02)
+        if len(silent) == len(servers):
+            raise self._deserted()
+        await asyncio.gather(*(server.settled.wait() for server in servers))
 
     async def _look(self, server: Server) -> wire.About:
         """Return what a server says of itself. Raises UserError if it is another one than this run needs."""
         try:
             body = await asyncio.wait_for(server.ask("GET", "/rollouts"), LOOK)
-            about = server.about = wire.About.of(json.loads(body))
+            about = wire.About.of(json.loads(body))
         except TimeoutError as error:
             raise Fault(f"no answer to GET /rollouts in {LOOK:g} seconds") from error
         except json.JSONDecodeError as error:
@@ -376,6 +363,7 @@ class ServerEngine:
             if theirs != ours and ours != "" and theirs != "":  # an empty fingerprint of weights is unknown
                 wrong = f"{server.url} has {name} {theirs}, but this run needs {ours}"
                 raise UserError(f"{wrong}; start it for this run's model and cache", "rollout.servers")
+        server.about = about
         return about
 
     async def _tend(self, server: Server) -> None:
@@ -419,7 +407,8 @@ class ServerEngine:
         if first:
             server.failures, server.failed = server.failures + 1, self.loop.time()
             server.error = error
-            logger.info("%s: %s", server.url, error)
+            news = logging.WARNING if server.failures == 1 and server.about is None else logging.INFO
+            logger.log(news, "%s: %s", server.url, error)
         server.settled.set()
         server.change.set()
 

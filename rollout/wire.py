@@ -22,11 +22,11 @@ A request:
 
 An answer:
 
-    header            {"format": 1, "reasons": [n], "versions": [n] of [first, last],
-                       "sections": [n] of {name: [dtype, shape]}}
+    header            {"format": 1, "reasons": [n], "versions": [n] of [first, last], "sizes": [n] of bytes}
     ids               int32, lengths int64 [n]
     logprobs          float32 [all tokens, 2]: of the sampling distribution, and before its truncation
-    trace.I.NAME      uint8 [bytes], the section NAME of sequence I, compressed by zlib
+    trace.I           uint8 [bytes], the trace of sequence I: a safetensors file of its sections, compressed by zlib,
+                      with `sizes` bytes
 
 evict_at travels as uint16 with FAR in place of NEVER, in a sequence shorter than FAR tokens; else as int32, as it is.
 """
@@ -176,15 +176,14 @@ def pack_rollouts(answered: Sequence[Answered]) -> bytes:
     arrays = _joined("ids", "lengths", [rollout.completion_ids for rollout in rollouts])
     pairs = [np.array([rollout.logprobs, rollout.model_logprobs], np.float32).T for rollout in rollouts]
     arrays["logprobs"] = np.ascontiguousarray(np.concatenate(pairs))
-    sections = []
+    sizes = []
     for i, rollout in enumerate(rollouts):
-        sent = {name: _shrunk(name, values) for name, values in rollout.trace.sections.items()}
-        sections.append({name: [values.dtype.name, [*values.shape]] for name, values in sent.items()})
-        for name, values in sent.items():
-            arrays[f"trace.{i}.{name}"] = np.frombuffer(zlib.compress(values.tobytes(), LEVEL), np.uint8)
+        trace = save({name: _shrunk(name, values) for name, values in rollout.trace.sections.items()})
+        arrays[f"trace.{i}"] = np.frombuffer(zlib.compress(trace, LEVEL), np.uint8)
+        sizes.append(len(trace))
     versions = [list(one.versions) for one in answered]
     reasons = [rollout.finish_reason for rollout in rollouts]
-    return _pack({"reasons": reasons, "versions": versions, "sections": sections}, arrays)
+    return _pack({"reasons": reasons, "versions": versions, "sizes": sizes}, arrays)
 
 
 def unpack_rollouts(
@@ -200,12 +199,12 @@ def unpack_rollouts(
     if not np.isfinite(pairs[:, 1]).all() or np.isnan(pairs[:, 0]).any():
         raise UserError("an answer with rollouts has a log-prob that is not finite")
     by_sequence = np.split(pairs, np.cumsum([len(ids) for ids in completions])[:-1])
-    columns = [_value(header, name, list) for name in ("reasons", "versions", "sections")]
+    columns = [_value(header, name, list) for name in ("reasons", "versions", "sizes")]
     if any(len(column) != len(requests) for column in columns):
-        raise UserError(f"an answer with rollouts must have {len(requests)} reasons, versions and sections")
+        raise UserError(f"an answer with rollouts must have {len(requests)} reasons, versions and sizes")
     answers = []
     rows = zip(requests, completions, by_sequence, *columns, strict=True)
-    for i, (request, ids, logprobs, finish_reason, versions, sections) in enumerate(rows):
+    for i, (request, ids, logprobs, finish_reason, versions, size) in enumerate(rows):
         wrong = f"sequence {i} of an answer with rollouts"
         if finish_reason not in ("stop", "length"):
             raise UserError(f"{wrong} ended by {finish_reason!r}, not by a stop token or its length")
@@ -217,7 +216,7 @@ def unpack_rollouts(
             raise UserError(f"{wrong} ended by its length after {len(ids)} tokens of {request.max_tokens}")
         if len(seen := _ids(versions)) != 2:
             raise UserError(f"{wrong} has the versions {versions!r}, not a first and a last one")
-        trace = _trace(arrays, i, sections, (*shape, len(request.prompt) + len(ids)))
+        trace = _trace(arrays, i, size, (*shape, len(request.prompt) + len(ids)))
         drawn, before = logprobs.T.tolist()
         answers.append(Answered(Rollout(request.prompt, ids, drawn, before, trace, finish_reason), (seen[0], seen[1])))
     return answers
@@ -230,48 +229,22 @@ def _shrunk(name: str, values: Tensor) -> np.ndarray:
     return array
 
 
-def _trace(arrays: Mapping[str, np.ndarray], i: int, sections: Any, shape: tuple[int, ...]) -> EvictionTrace:
-    state = {}
-    for name, (kind, sizes) in _pairs(sections, f"the sections of sequence {i}"):
-        if name == EVICT_AT and tuple(sizes) != shape:
-            raise UserError(f"evict_at of sequence {i} has shape {sizes}, not {[*shape]}")
-        values = _inflated(arrays, f"trace.{i}.{name}", kind, sizes)
-        if name == EVICT_AT and kind == "uint16":
-            values = np.where(values == FAR, NEVER, values.astype(np.int32))
-        state[name] = torch.from_numpy(values)
-    return EvictionTrace.from_state(state)
-
-
-KINDS = ("uint16", "int16", "int32", "int64", "uint8", "float32", "bool")
-
-
-def _pairs(sections: Any, wrong: str) -> Iterable[tuple[str, tuple[str, list[int]]]]:
-    """Return name -> (name of a dtype, sizes) from JSON. Raises UserError for anything else."""
-    if not isinstance(sections, dict):
-        raise UserError(f"{wrong} are not named")
-    for name, told in sections.items():
-        if not isinstance(told, list) or len(told) != 2 or told[0] not in KINDS or not isinstance(told[1], list):
-            raise UserError(f"{wrong}: {name} has no dtype of {', '.join(KINDS)} and shape")
-        yield name, (told[0], _ids(told[1]))
-
-
-def _inflated(arrays: Mapping[str, np.ndarray], name: str, kind: str, sizes: Sequence[int]) -> np.ndarray:
-    """Return a compressed array. Its length is checked before any memory is taken for it."""
-    packed = _array(arrays, name, np.uint8, (None,)).tobytes()
-    dtype, count = np.dtype(kind), 1
-    for size in sizes:
-        count *= size
-    size = count * dtype.itemsize
-    if size > MOST_RATIO * len(packed):
-        raise UserError(f"{name}: {len(packed)} bytes cannot hold {kind} {[*sizes]}")
+def _trace(arrays: Mapping[str, np.ndarray], i: int, size: Any, shape: tuple[int, ...]) -> EvictionTrace:
+    """Return a trace. Its number of bytes is checked before any memory is taken for them."""
+    packed = _array(arrays, name := f"trace.{i}", np.uint8, (None,)).tobytes()
+    if type(size) is not int or not 0 < size <= MOST_RATIO * len(packed):
+        raise UserError(f"{name}: {len(packed)} bytes cannot hold {size!r}")
     inflate = zlib.decompressobj()
     try:
-        raw = inflate.decompress(packed, size + 1)
-    except zlib.error as error:
+        sections = load(inflate.decompress(packed, size + 1))
+        complete = inflate.eof and not inflate.unused_data
+    except Exception as error:  # zlib and safetensors raise several kinds
         raise UserError(f"{name} is damaged: {error}") from error
-    if len(raw) != size or not inflate.eof or inflate.unused_data:
-        raise UserError(f"{name} does not hold {kind} {[*sizes]}")
-    return np.frombuffer(bytearray(raw), dtype).reshape(sizes)
+    if not complete or EVICT_AT not in sections or sections[EVICT_AT].shape != shape:
+        raise UserError(f"{name} has no {EVICT_AT} of shape {[*shape]}, or more than {size} bytes")
+    if (values := sections[EVICT_AT]).dtype == np.uint16:
+        sections[EVICT_AT] = np.where(values == FAR, NEVER, values.astype(np.int32)).astype(np.int32)
+    return EvictionTrace.from_state({name: torch.from_numpy(values) for name, values in sections.items()})
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------

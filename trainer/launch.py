@@ -145,23 +145,24 @@ def rollout_servers(count: int, words: Sequence[str], folder: Path) -> Iterator[
         stack.callback(os.environ.update, before)
         stack.callback(os.environ.clear)
         folder.mkdir(parents=True, exist_ok=True)
-        servers = []
+        servers, logs = [], [folder / f"rollout-server-{i}.log" for i in range(count)]
         for i, port in enumerate(ports):
-            log = stack.enter_context(open(folder / f"rollout-server-{i}.log", "w+b"))
+            log = stack.enter_context(open(logs[i], "wb"))
             own = {"CUDA_VISIBLE_DEVICES": cards[len(cards) - count + i]} if cards else {}
             arguments = [sys.executable, "-c", BOUND, str(os.getpid()), *words, "--port", str(port)]
             servers.append(
                 subprocess.Popen(arguments, env={**os.environ, **own}, stdout=log, stderr=log, start_new_session=True)
             )
             stack.callback(_end, servers[-1])
+        key = {"Authorization": f"Bearer {os.environ[KEY]}"}
+        client = stack.enter_context(httpx.Client(headers=key, trust_env=False))
         with stage("starting", f"{count} server{'s' * (count > 1)} of rollouts"):
-            for i, (url, server) in enumerate(zip(urls, servers, strict=True)):
-                while not _answers(url):
+            for url, server, file in zip(urls, servers, logs, strict=True):
+                while not _answers(client, url):
                     if server.poll() is not None:
-                        log = folder / f"rollout-server-{i}.log"
-                        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-                        raise StoppedError(f"a server of rollouts ended before it answered: {last} (see {log})")
-                    time.sleep(0.2)
+                        last = file.read_text(errors="replace").strip().rpartition("\n")[2]
+                        raise StoppedError(f"a server of rollouts ended before it answered: {last} (see {file})")
+                    time.sleep(0.3)
         os.environ[SERVERS] = " ".join(urls)
         if cards:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards[:-count])
@@ -185,10 +186,9 @@ def _free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def _answers(url: str) -> bool:
-    headers = {"Authorization": f"Bearer {os.environ[KEY]}"}
+def _answers(client: httpx.Client, url: str) -> bool:
     try:
-        return httpx.get(f"{url}/rollouts", headers=headers, timeout=5, trust_env=False).status_code == 200
+        return client.get(f"{url}/rollouts").status_code == 200
     except httpx.HTTPError:
         return False
 

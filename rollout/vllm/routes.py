@@ -175,7 +175,7 @@ class RolloutServer:
             settings["forced"] = request.forced
         parameters = SamplingParams(
             max_tokens=request.max_tokens,
-            temperature=1.0,  # ServingSampler applies the real temperature, top_p, top_k and the seed
+            temperature=1.0,  # SequenceSampler applies the real temperature, top_p, top_k and the seed
             extra_args={KEY: settings},
             stop_token_ids=asked.stop,
             ignore_eos=True,  # the stop tokens already include the end-of-sequence tokens

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -279,47 +279,6 @@ def joined(
 # ---- the samplers ----------------------------------------------------------------------------------------------------
 
 
-class SequenceSampler(nn.Module):
-    """Samples all requests of a run, under one SamplingConfig, and writes the log-probs to the run's record: to return
-    some, vLLM itself would rank the whole vocabulary in each step.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        super().__init__()
-        self.runner = runner
-        self.begin_run(SamplingConfig(1), None)
-
-    def begin_run(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
-        self.sampling, self.record = sampling, record
-        self.stream = cache(Uniforms)  # one stream per seed
-
-    def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, None]:
-        """Sample a token for each request from the model's logits [B, V], and record the token's log-probs.
-
-        Returns int64 [B], with NOT_FINITE for requests whose log-probs are not finite; and None in place of log-probs.
-        """
-        rows = self.runner.rows(len(logits))
-        ids, settings, steps = [r.request_id for r in rows], [r.settings for r in rows], [r.step for r in rows]
-        uniform = None
-        if self.sampling.temperature > 0 and "forced" not in settings[0]:
-            numbers = [self.stream(setting["seed"]).at(n) for setting, n in zip(settings, steps, strict=True)]
-            uniform = _sent(numbers, torch.float64, logits.device)
-        tokens = [
-            forced_token(n, setting.get("forced"), self.sampling) for setting, n in zip(settings, steps, strict=True)
-        ]
-        forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
-        sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
-        logprobs, supports = logprobs[:2], logprobs[2:]
-        sampled.masked_fill_(~logprobs[1].isfinite(), NOT_FINITE)
-        if self.record is not None:
-            self.record.draw(ids, [setting["place"] for setting in settings], steps, torch.stack(logprobs, dim=-1))
-            if (routes := self.runner.routes(len(ids))) is not None:
-                self.record.route(ids, *routes)
-            for bits in supports:
-                self.record.supports.draw(list(zip(ids, steps, strict=True)), bits)
-        return sampled, None
-
-
 class SeededSampler(nn.Module):
     """Samples a server's requests that have a seed (compat/server.py); vLLM's sampler `plain` samples the others.
 
@@ -366,22 +325,33 @@ class SeededSampler(nn.Module):
         return drawn
 
 
-class ServingSampler(SeededSampler):
-    """Samples a server's rollouts, each under its own SamplingConfig, and records them; other requests are sampled as
-    SeededSampler does. What else is in the batch changes no bit of a rollout.
+class SequenceSampler(SeededSampler):
+    """Samples rollouts, which have a place, and writes their log-probs to a record: to return some, vLLM itself would
+    rank the whole vocabulary in each step. Other requests, of a server, are sampled as SeededSampler does. What else is
+    in the batch changes no bit of a rollout.
+
+    sampling : settings of an engine's run; those of a server come with each request
     """
 
-    def __init__(self, runner: Any, plain: nn.Module, record: ServerRecord) -> None:
+    def __init__(self, runner: Any, plain: nn.Module, record: RunRecord | None = None) -> None:
         super().__init__(runner, plain)
-        self.record = record
-        # request id -> stream and settings, for the requests of the previous step
-        self.asked: dict[str, tuple[Uniforms, SamplingConfig]] = {}
+        self.begin_run(SamplingConfig(1), record)
+
+    def begin_run(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
+        self.sampling, self.record = sampling, record
+        # request id -> stream and settings, for the rollouts of the previous step
+        self.drawing: dict[str, tuple[Uniforms, SamplingConfig]] = {}
 
     def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, Any]:
+        """Sample a token for each request from the model's logits [B, V], and record those of rollouts.
+
+        Returns int64 [B], with NOT_FINITE for rollouts whose log-probs are not finite; and what vLLM's own sampler
+        returns beside the tokens, None if it has sampled none.
+        """
         rows = self.runner.rows(len(logits))
         ours = [(row, request) for row, request in enumerate(rows) if "place" in (request.settings or {})]
-        drawn = self._draw_rollouts(logits, rows, ours)  # first, because vLLM's own sampler writes into the logits
-        if ours and len(ours) == len(logits):
+        drawn = self._draw_rollouts(logits, rows, ours) if ours else []  # first: vLLM's sampler writes into the logits
+        if len(ours) == len(logits):
             sampled, logprobs = torch.empty(len(logits), dtype=torch.long, device=logits.device), None
         else:
             sampled, logprobs = super().forward(logits, generators, k, p)
@@ -392,38 +362,41 @@ class ServingSampler(SeededSampler):
     def _draw_rollouts(
         self, logits: Tensor, rows: list[Any], ours: list[tuple[int, Any]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Sample the rollouts' tokens, as SequenceSampler does: for each SamplingConfig, (rows, tokens), int64."""
-        asked, groups = dict[str, tuple[Uniforms, SamplingConfig]](), dict[Any, list[tuple[int, Any]]]()
+        """Sample and record the rollouts' tokens. Returns, for the rollouts of each SamplingConfig, (rows, tokens)."""
+        drawing, groups = dict[str, tuple[Uniforms, SamplingConfig]](), dict[Any, list[tuple[int, Any]]]()
         for row, request in ours:
-            settings = request.settings
-            given = settings["sampling"]
-            asked[request.request_id] = _, sampling = self.asked.get(request.request_id) or (
-                Uniforms(settings["seed"]),
-                SamplingConfig(**{**given, "max_tokens": 1, "forced": tuple(given["forced"])}),
-            )
-            groups.setdefault((sampling, "forced" in settings), []).append((row, request))
-        self.asked, drawn = asked, []
-        failed = self.runner.failed(len(logits)) if ours else None
+            asked, i = request.settings, request.request_id
+            drawing[i] = self.drawing.get(i) or (Uniforms(asked["seed"]), _settings(asked, self.sampling))
+            groups.setdefault((drawing[i][1], "forced" in asked), []).append((row, request))
+        self.drawing, failed, drawn = drawing, self.runner.failed(len(logits)), []
         for (sampling, is_given), members in groups.items():
             index = _sent([row for row, _ in members], torch.int64, logits.device)
+            ids, steps, asked = zip(*((r.request_id, r.step, r.settings) for _, r in members), strict=True)
             uniform = None
             if sampling.temperature > 0 and not is_given:
-                numbers = [asked[r.request_id][0].at(r.step) for _, r in members]
-                uniform = _sent(numbers, torch.float64, logits.device)
-            tokens = [forced_token(r.step, r.settings.get("forced"), sampling) for _, r in members]
+                uniforms = [drawing[i][0].at(n) for i, n in zip(ids, steps, strict=True)]
+                uniform = _sent(uniforms, torch.float64, logits.device)
+            tokens = [forced_token(n, s.get("forced"), sampling) for n, s in zip(steps, asked, strict=True)]
             forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
             part = logits if len(members) == len(logits) else logits.index_select(0, index)
             sampled, logprobs, before, *supports = sample(part, sampling, uniform, forced)
             if failed is not None:
                 before = before.masked_fill(failed.index_select(0, index), torch.nan)
             drawn.append((index, sampled.masked_fill_(~before.isfinite(), NOT_FINITE)))
-            ids, steps = [r.request_id for _, r in members], [r.step for _, r in members]
-            self.record.draw(ids, (), steps, torch.stack((logprobs, before), dim=-1))
-            for bits in supports:
-                self.record.supports.draw(list(zip(ids, steps, strict=True)), bits)
-        if ours and (routes := self.runner.routes(len(rows))) is not None:
+            if self.record is not None:
+                places = [settings["place"] for settings in asked]
+                self.record.draw(list(ids), places, list(steps), torch.stack((logprobs, before), dim=-1))
+                for bits in supports:
+                    self.record.supports.draw(list(zip(ids, steps, strict=True)), bits)
+        if self.record is not None and (routes := self.runner.routes(len(rows))) is not None:
             self.record.route([request.request_id for request in rows], *routes)
         return drawn
+
+
+def _settings(asked: dict[str, Any], default: SamplingConfig) -> SamplingConfig:
+    if (given := asked.get("sampling")) is None:
+        return replace(default, forced=tuple(default.forced), stop_token_ids=None)
+    return SamplingConfig(**{**given, "max_tokens": 1, "forced": tuple(given["forced"])})
 
 
 def _sent(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

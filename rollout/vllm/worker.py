@@ -16,7 +16,7 @@ from rollout.vllm.compat.paged import live_state, own_heads
 from rollout.vllm.compat.plugin import keep_transformers_classes
 from rollout.vllm.compat.runner import Runner
 from rollout.vllm.compat.runner_v2 import RunnerV2
-from rollout.vllm.sampling import Result, RunRecord, SequenceSampler, ServerRecord, ServingSampler
+from rollout.vllm.sampling import Result, RunRecord, SequenceSampler, ServerRecord
 from rollout.vllm.weights import ModelWeights, received
 from sparse_rl.errors import NotFiniteError
 from sparse_rl.files import open_tensors
@@ -67,11 +67,10 @@ class EngineWorker(PolicyWorker):
             keep_transformers_classes()
         super().load_model(*arguments, **options)
         self.runner.capture()
+        self.runner.draw = SequenceSampler(self.runner, self.runner.draw.plain)
 
     def begin_run(self, sampling: dict[str, Any], live: Sequence[int]) -> None:
         """Begin a run. live : names of the conversations whose entries are kept; those of others are let go"""
-        if not isinstance(self.runner.draw, SequenceSampler):
-            self.runner.draw = SequenceSampler(self.runner)
         self._set_record(SamplingConfig(**sampling), RunRecord(), live)
 
     def take_results(self, lengths: dict[int, int]) -> list[Result]:
@@ -132,8 +131,7 @@ class ServingWorker(EngineWorker):
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         super().load_model(*arguments, **options)
-        self.record, draw = ServerRecord(), self.runner.draw
-        self.runner.draw = ServingSampler(self.runner, draw.plain, self.record)
+        self.runner.draw.record = self.record = ServerRecord()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         if (state := live_state()) is not None:

@@ -84,7 +84,7 @@ def test_a_run_stops_if_every_server_keeps_failing(model):
     """The message shows that each of these faults is noticed, and by its own check."""
     server = StandIn(model, GKV)
     whys = {"reset": "disconnected", "damaged": "not an answer with rollouts", "500": "status 500: a fault"}
-    whys |= {"abort": "'abort'", "shape": "has shape", "version": "not 0"}
+    whys |= {"abort": "'abort'", "shape": "evict_at of shape", "version": "not 0"}
     with asking(model, server, patience=0.2) as engine:
         for fault, why in whys.items():
             server.faults = [fault] * 1000
@@ -180,13 +180,13 @@ def test_other_servers_are_refused_by_what_differs(model, new_model, tmp_path, m
 
 def test_of_several_processes_one_gives_the_weights(model, monkeypatch):
     """Two processes, here threads, each with a client of its own, share two servers."""
-    told: list[Any] = [None, None]
+    values: list[Any] = [None, None]
     meet, own = threading.Barrier(2), threading.local()
 
     def gather(everyone: list[Any], value: Any) -> None:
-        told[own.rank] = value
+        values[own.rank] = value
         meet.wait()
-        everyone[:] = told
+        everyone[:] = values
         meet.wait()
 
     of_rank = {"get_rank": lambda: own.rank, "get_world_size": lambda: 2, "all_gather_object": gather}
