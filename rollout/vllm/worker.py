@@ -43,6 +43,7 @@ class PolicyWorker(Worker):
             step = scheduler_output.kv_connector_metadata
             state.keep(step.finished)
             state.begin(step.ended, step.begun)
+            state.let_go(step.let_go)
         return super().execute_model(scheduler_output)
 
 
