@@ -50,12 +50,20 @@ class Served:
         type(self.connector).update_state_after_alloc(self.connector, request, *args)
         self.admitted.append(request.request_id in KEPT)
 
-    def add(self, prompt: list[int], tokens: int = 24, owner: str = "a", seed: int | None = None, **more: Any) -> str:
+    def add(
+        self,
+        prompt: list[int],
+        tokens: int = 24,
+        owner: str = "a",
+        seed: int | None = None,
+        index: int = 0,
+        **more: Any,
+    ) -> str:
         import vllm
 
         settings: dict[str, Any] = {"owner": owner}
         if seed is not None:
-            settings["seeds"] = [sequence_seed(seed, prompt, 0)]
+            settings["seeds"] = [sequence_seed(seed, prompt, index)]
         words = {"temperature": 0 if seed is None else 1, "ignore_eos": True, "detokenize": False, **more}
         parameters = vllm.SamplingParams(max_tokens=tokens, extra_args={KEY: settings}, **words)
         self.number += 1
@@ -102,7 +110,7 @@ def talk(
     for tokens, seed in zip(read, seeds, strict=True):
         prompts = [before + t for before, t in zip(whole, tokens, strict=True)]
         for i, prompt in enumerate(prompts):
-            served.add(prompt, 16 + i, owner, seed)
+            served.add(prompt, 16 + i, owner, seed, prompts[:i].count(prompt))
         turns.append(served.run())
         whole = [before + answer for before, answer in zip(prompts, turns[-1], strict=True)]
     return turns, prompts
