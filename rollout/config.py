@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -16,6 +17,7 @@ from sparse_rl.config import (
     Positive,
     PositiveInt,
     Probability,
+    Rule,
     Source,
     Text,
     as_mapping,
@@ -26,12 +28,18 @@ from sparse_rl.config import (
 from sparse_rl.errors import UserError, unread
 from sparse_rl.files import read_json
 
-EngineName = Literal["hf", "vllm"]
+EngineName = Literal["hf", "vllm", "server"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 """Names of the engines. In a recipe, the engine may also be `auto`, which chooses one of these."""
 MOST_GIB = 1_000_000  # upper limit of kv_cache_gb
 ALONE = 0.9  # share of a GPU's memory for an engine that does not share the GPU with training
+KEY = "VLLM_API_KEY"  # environment variable with the key of servers of rollouts, which vLLM reads too
+SERVERS = "SPARSE_RL_SERVERS"  # environment variable with the URLs of servers that a launch has started
 SAMPLE_LIVE: tuple[EngineName, ...] = ("hf",)  # engines that can sample from a live module; the others load weights
+
+
+URL = re.compile(r"https?://[^\s/]+/?")
+ServerURL = Annotated[Text, Rule("such as http://host:8000", lambda v: URL.fullmatch(v) is not None)]
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,11 @@ class SamplingConfig(Configuration):
         return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None or self.min_p > 0)
 
     @property
+    def distribution(self) -> dict[str, Any]:
+        """The settings of the distribution from which tokens are drawn."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+
+    @property
     def records_support(self) -> bool:
         """True if the traces of sampled sequences have the sections of supports (sparse_rl/trace/support.py)."""
         return self.record_support and self.truncated_support
@@ -84,8 +97,11 @@ class SamplingConfig(Configuration):
 class RolloutConfig(Configuration):
     """The sampling engine. The keys from kv_cache_gb to full_graphs apply only to vllm.
 
-    engine : hf is the reference engine; vllm is fast and keeps its own copy of the weights; auto is vllm if
-        vLLM is installed and supports the model, else hf
+    engine : hf is the reference engine; vllm is fast and keeps its own copy of the weights; server asks servers, which
+        `sparse-rl serve MODEL --rollouts` or launch.rollout_gpus starts; auto is server if there are servers, else vllm
+        if vLLM is installed and supports the model, else hf
+    servers : URLs of the servers. Their key is read from the environment variable VLLM_API_KEY
+    patience : number of seconds without any working server after which the run stops; it can then be resumed
     max_batch : maximum number of sequences that are sampled at the same time
     progress : show a progress bar
     kv_cache_gb : maximum GiB for keys and values; vllm never takes more than max_batch sequences can fill. None means
@@ -103,6 +119,8 @@ class RolloutConfig(Configuration):
     """
 
     engine: Literal["auto", EngineName] = "auto"
+    servers: list[ServerURL] = field(default_factory=list)
+    patience: Positive = 600.0
     max_batch: PositiveInt = 64
     progress: bool = True
     kv_cache_gb: Annotated[Positive, at_most(MOST_GIB)] | None = None
@@ -113,6 +131,13 @@ class RolloutConfig(Configuration):
     full_graphs: bool = False
     exact: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.servers and self.engine not in ("auto", "server"):
+            raise UserError(
+                f"are not asked by the engine {self.engine}; set engine: server, or remove servers", "servers"
+            )
+
     def arguments(self, dtype: str, prompt: int | None, completion: int) -> dict[str, Any]:
         """Return the arguments of `make_engine`, except model, policy and progress. The engine must be chosen.
 
@@ -122,6 +147,8 @@ class RolloutConfig(Configuration):
         arguments = {"dtype": dtype, "max_batch": self.max_batch}
         if self.engine == "hf":
             return arguments
+        if self.engine == "server":
+            return {"dtype": dtype, "servers": self.servers, "patience": self.patience, "exact": self.exact}
         return {
             **arguments,
             "max_prompt": prompt,
@@ -133,6 +160,17 @@ class RolloutConfig(Configuration):
             "full_graphs": self.full_graphs,
             "exact": self.exact,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORolloutConfig(RolloutConfig):
+    """The sampling engine. The keys from kv_cache_gb to full_graphs apply only to vllm.
+
+    ahead : 1 samples the next batch while the present one trains, with weights that are then one update old; 0 samples
+        and trains in turns. 1 needs the engine server
+    """
+
+    ahead: Literal[0, 1] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,6 +134,8 @@ class Held(Protocol):
 
     @property
     def rollout(self) -> Rollout: ...
+    @property
+    def sampling(self) -> SamplingConfig: ...  # of its turns so far
 
 
 def requests_of_turns(turns: Sequence[Turn], sampling: SamplingConfig, vocabulary: int) -> list[Request]:
@@ -142,6 +144,11 @@ def requests_of_turns(turns: Sequence[Turn], sampling: SamplingConfig, vocabular
         raise UserError(f"each turn of a conversation is sampled once, but n is {sampling.n}")
     if shortest := [turn.max_tokens for turn in turns if turn.max_tokens < 1]:
         raise UserError(f"max_tokens of a turn must be >= 1, got {shortest[0]}")
+    for earlier in (turn.held.sampling.distribution for turn in turns if turn.held is not None):
+        if wrong := [name for name, value in sampling.distribution.items() if value != earlier[name]]:
+            name = wrong[0]  # a replay has one for all turns
+            was = f"{name} {earlier[name]}, but this one has {getattr(sampling, name)}"
+            raise UserError(f"the earlier turns of a conversation have {was}; go on with theirs, or begin it again")
     before = [[*r.prompt_ids, *r.completion_ids] if (r := t.held and t.held.rollout) else [] for t in turns]
     whole = [[*tokens, *turn.tokens] for tokens, turn in zip(before, turns, strict=True)]
     requests = requests_to_sample(whole, sampling, vocabulary)
@@ -202,7 +209,8 @@ class Engine(Protocol):
         token that has left the cache never returns. `held` is for the next turn, and is None if `keep` is False. It may
         be used more than once: each use goes on from the same cache.
 
-        Raises UserError for a conversation that another engine holds, or that began under other weights.
+        Raises UserError for a conversation that another engine holds, or that began under other weights or with another
+        temperature, top_p, top_k or min_p.
         """
         ...
 
@@ -232,7 +240,11 @@ class Engine(Protocol):
         ...
 
 
-CLASSES = {"hf": "rollout.hf:HFEngine", "vllm": "rollout.vllm.engine:VLLMEngine"}  # by name: they import this file
+CLASSES = {  # by name: they import this file
+    "hf": "rollout.hf:HFEngine",
+    "vllm": "rollout.vllm.engine:VLLMEngine",
+    "server": "rollout.servers:ServerEngine",
+}
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes that vLLM's CPU attention supports
 
 
@@ -253,6 +265,10 @@ def choose_engine(
     Raises UserError if the engine cannot sample there, or cannot use several GPUs.
     """
     refusal = None
+    if rollout.engine == "server" or rollout.servers:
+        if refusal := _copy_refusal(config, caches):
+            raise UserError(f"{refusal}; use the engine hf", "rollout.engine")
+        return "server", f"servers at {listed(rollout.servers) or 'addresses that the launch chooses'}"
     if rollout.engine != "hf" and not (refusal := _vllm_refusal(config, caches, cuda)):
         return "vllm", "vllm engine"
     if rollout.engine == "vllm":
@@ -262,9 +278,17 @@ def choose_engine(
     return "hf", "hf engine" + (f" ({refusal})" if refusal else "")
 
 
-def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
+def _copy_refusal(config: Any, caches: Iterable[PolicyConfig]) -> str | None:
+    """Return why vLLM, here or in a server, cannot sample."""
     if config is None:
         return "vllm keeps its own copy of the weights and cannot sample from a live module"
+    of_policies = (f"{cache.name}: {cache.only_hf}" for cache in caches if cache.only_hf)
+    return family_only_hf(config) or next(of_policies, None)
+
+
+def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None) -> str | None:
+    if config is None:
+        return _copy_refusal(config, caches)
     here = not cuda  # of another machine nothing is assumed but a GPU and vLLM for it
     if here and default_engine() != "vllm":
         return f"vllm is not installed: {INSTALL_VLLM}"
@@ -274,8 +298,7 @@ def _vllm_refusal(config: Any, caches: Iterable[PolicyConfig], cuda: bool | None
     head_size = cache_shape(config)[2]
     if on_cpu and head_size not in CPU_HEAD_SIZES:
         return f"head size {head_size} is not supported by vllm on this platform"
-    of_policies = (f"{cache.name}: {cache.only_hf}" for cache in caches if cache.only_hf)
-    return family_only_hf(config) or next(of_policies, None)
+    return _copy_refusal(config, caches)
 
 
 def _is_cpu_build() -> bool:
@@ -290,11 +313,12 @@ def make_engine(
 ) -> Engine:
     """Create an engine from its name.
 
-    kind : "hf" or "vllm"; use `default_engine()` if there is no reason to prefer one
+    kind : "hf", "vllm" or "server"; use `default_engine()` if there is no reason to prefer one
     model : directory of a model or of a run; for hf also a live module
     policy : a policy, its configuration, a mapping {"policy": name, parameters...} or a name; None means the policy
         stored in the model's directory (cache_policy.json), or a full cache if none is stored
-    options : dtype="float32", max_batch, progress, and other parameters of the engine (see HFEngine, VLLMEngine)
+    options : dtype="float32", max_batch, progress, and other parameters of the engine (see HFEngine, VLLMEngine,
+        ServerEngine)
 
     Raises UserError if the engine, the policy or an option is unknown, if the engine is not installed, or if the engine
     cannot run the model.

@@ -17,11 +17,13 @@ from rollout.engine import CPU_HEAD_SIZES, choose_engine
 from rollout.vllm.compat.arguments import refuse_engine
 from rollout.vllm.engine import VLLMEngine
 from sparse_rl.attention.families import FAMILIES
+from sparse_rl.commands.main import make_parser
 from sparse_rl.data.synthetic import RunningSum
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import PolicyConfig
 from sparse_rl.policies import make_policy
 from sparse_rl.recipe import EvalRecipe, GRPORecipe, make_recipe
+from trainer.launch import needs_launch
 
 SYNTHETIC = {"synthetic": {"task": "running_sum", "size": 64}}
 
@@ -117,6 +119,42 @@ def test_policies_that_only_hf_supports_use_hf(machine):
     with pytest.raises(UserError) as caught:
         choose_engine(RolloutConfig(engine="vllm"), config(32), [plain, masked], False)
     assert str(caught.value) == f"rollout.engine: {reason}; use the engine hf"
+
+
+def test_servers_are_asked_if_there_are_any(machine):
+    """No vLLM is needed here. Controls: without servers, and with another engine."""
+    machine(None)
+    servers = ["http://one:8000", "https://two:8000/"]
+    here = RolloutConfig(servers=servers)
+    assert choose_engine(here, config(24), ()) == ("server", "servers at http://one:8000, https://two:8000/")
+    assert choose_engine(RolloutConfig(), config(24), ())[0] == "hf"
+    with pytest.raises(UserError, match="gives all layers"):
+        choose_engine(here, config(24), [PolicyConfig.from_block({"policy": "layered"})])
+    with pytest.raises(UserError, match="are not asked by the engine hf"):
+        RolloutConfig(engine="hf", servers=servers)
+    with pytest.raises(UserError, match="such as http://host:8000"):
+        RolloutConfig(servers=["one:8000"])
+    asked = grpo(rollout={"servers": servers}).resolve(config(24)).recipe
+    assert asked.engine_arguments()["servers"] == servers
+    with pytest.raises(UserError, match=r"rollout\.servers: needs at least one URL"):
+        grpo(rollout={"engine": "server"}).resolve(config(24))
+
+
+def test_a_launch_starts_servers_as_its_recipe_says():
+    recipe = grpo(launch={"rollout_gpus": 2}, rollout={"max_batch": 8}, dtype="float32")
+    assert recipe.rollout.engine == "server"
+    words = recipe.serving_words()
+    assert words[:5] == ["-m", "sparse_rl.cli", "serve", "m", "--rollouts"]
+    options = make_parser().parse_args(words[2:])
+    assert (options.dtype, options.max_batch, options.cache[0]) == ("float32", 8, 'policy="streaming"')
+    assert needs_launch(recipe.launch)
+    for wrong, why in [
+        ({"rollout": {"engine": "vllm"}}, "names another engine"),
+        ({"rollout": {"servers": ["http://one:8000"]}}, "other servers"),
+        ({"rollout": {"exact": False}}, "compute exactly"),
+    ]:
+        with pytest.raises(UserError, match=why):
+            grpo(launch={"rollout_gpus": 2}, **wrong)
 
 
 def test_a_refusal_is_not_preceded_by_a_warning(machine):
@@ -335,6 +373,10 @@ def test_memory_counts_the_engines_copy_of_the_weights(machine):
     spread = items(evaluation, rollout={"tensor_parallel": 2}, max_completion_length=100)
     assert spread["vllm: weights"].device == 2 * 102_848
     assert "weights" not in spread
+    asking = items(rollout={"servers": ["http://one:8000"]}, launch={"zero_stage": 3})
+    assert (asking["weights for servers"].device, asking["weights for servers"].host) == (0, 4 * 102_848)
+    assert not any(name.startswith(("KV cache", "vllm", "gathered")) for name in asking)
+    assert "weights for servers" in items(evaluation, rollout={"servers": ["http://one:8000"]}, max_completion_length=9)
 
 
 def test_the_quickstarts_model_has_the_smallest_head_that_vllm_supports_on_a_cpu():

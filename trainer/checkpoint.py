@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from errno import EACCES, EAGAIN, EDQUOT, ENOSPC
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -50,6 +51,7 @@ MAY_CHANGE = (
     *("log_completions", "num_completions_to_print", "rollout.progress", "replay_guard.enabled"),
     *("save_strategy", "resume_from_checkpoint", "local_rank", "push_to_hub"),  # in Python
     *("launch.machines", "launch.machine_rank", "launch.main_process_ip", "launch.main_process_port"),
+    *("launch.rollout_gpus", "rollout.servers", "rollout.patience"),
 )
 MAY_CHANGE_BUT_FOR_ROUNDING = (
     *("gradient_checkpointing", "rollout.max_batch", "rollout.kv_cache_gb", "rollout.gpu_memory_utilization"),
@@ -230,7 +232,8 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     named = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

@@ -18,11 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, distributed
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.core_model_loading import revert_weight_conversion
 
 from rollout.config import SamplingConfig
 from rollout.context import Context
@@ -33,23 +30,21 @@ from rollout.vllm.compat import arguments, plugin
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.conversations import KeptConversation, TurnRequest, turn_requests
 from rollout.vllm.memory import beside_cache
-from rollout.vllm.sampling import Result
-from sparse_rl.attention.families import EXPERTS, cache_shape, windows_of
+from rollout.vllm.sampling import joined
+from rollout.vllm.weights import ModelWeights, handed_over
+from sparse_rl.attention.families import cache_shape, windows_of
 from sparse_rl.clock import Clock
 from sparse_rl.errors import StoppedError, UserError
-from sparse_rl.methods.kvpop.policy import LearnedPolicy
 from sparse_rl.models.centres import check_parameters
-from sparse_rl.models.directory import attach_scorers
 from sparse_rl.models.load import load_config, load_generation_config
 from sparse_rl.models.weights import UNKNOWN, identify, stored_shapes
 from sparse_rl.policies.base import Policy
 from sparse_rl.progress import Stage
 from sparse_rl.temporary import temporary_folder
-from sparse_rl.trace import NEVER, EvictionTrace
+from sparse_rl.trace import EvictionTrace
 
 OTHERWISE = "; or use the hf engine"
 CONTEXT = "context"  # the workers' name of the context that a run continues
-STEP = 64  # in the file of handed-over weights, each weight begins at a multiple of STEP bytes
 ATTEMPTS = 3  # attempts at sampling a request; under a policy that evicts, a preemption ends an attempt (scheduler.py)
 
 
@@ -132,8 +127,7 @@ class VLLMEngine:
             full_graphs=full_graphs,
         )
         bound = policy if contexts is None else arguments.BehindContext(policy.config)
-        has_experts = any(getattr(config, key, None) for key in EXPERTS)  # of cached tokens, none would be recorded
-        self.caches_prompts = not policy.schedule.evicts and contexts is None and not has_experts
+        self.caches_prompts = contexts is None and arguments.caches_prompts(policy, config)
         itemsize = 4 if dtype == "float32" else 2
         beside = beside_cache(bound, config, itemsize=itemsize, max_batch=max_batch, tensor_parallel=tensor_parallel)
         self.had_group = distributed.is_available() and distributed.is_initialized()
@@ -273,7 +267,6 @@ class VLLMEngine:
 
         stop = stop_tokens(sampling, self.generation_config, self.config)
         engine = self.llm.llm_engine
-        forced_first = {r.place: r.forced_first for r in requests if isinstance(r, TurnRequest)}
         sampled: dict[int, Any] = {}
         added: list[str] = []
 
@@ -312,7 +305,7 @@ class VLLMEngine:
                         if place < 0 or sequence.stop_reason == "preempted":  # scheduler.py
                             continue
                         if sequence.finish_reason == "error":
-                            step = max(len(sequence.token_ids) - forced_first.get(place, 0), 0)
+                            step = len(sequence.token_ids)
                             raise NotFiniteLogprobError(*divmod(place, sampling.n), step, self.dtype)
                         sampled[place] = sequence
                         stage.advance()
@@ -349,13 +342,8 @@ class VLLMEngine:
             ranks = self.llm.collective_rpc("take_results", args=(lengths,))
             for request, *results in zip(part, *ranks, strict=True):
                 output, length = sampled[request.place], lengths[request.place]
-                logprobs, model_logprobs = np.frombuffer(results[0]["logprobs"], np.float32).reshape(-1, 2).T.tolist()
-                supports = {
-                    name: torch.from_numpy(np.frombuffer(values, np.int32).reshape(shape).copy())
-                    for name, (values, shape) in results[0]["supports"].items()
-                }
+                logprobs, model_logprobs, evict_at, sections, supports = joined(results, self.shape, length)
                 numbers = list(output.token_ids), logprobs, model_logprobs
-                evict_at, sections = self._record(results, length)
                 if isinstance(request, TurnRequest):
                     sections = {**sections, **supports}
                     yield request.place, request.rollout(*numbers, evict_at, sections, output.finish_reason)
@@ -367,26 +355,13 @@ class VLLMEngine:
                     trace = EvictionTrace.recorded(evict_at, {**further, **sections})
                 yield request.place, Rollout(request.tokens, *numbers, trace.beside(supports), output.finish_reason)
 
-    def _record(self, ranks: list[Result], length: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the evictions of a request with `length` tokens, int32 [L, Hkv, length], and the other sections that
-        its workers have recorded.
-        """
-        evict_at = torch.full((*self.shape, length), NEVER, dtype=torch.int32)
-        if parts := [rank["evict_at"] for rank in ranks if rank["evict_at"] is not None]:
-            heads = [np.frombuffer(part, np.int32).reshape(self.shape[0], -1, length) for part in parts]
-            evict_at = torch.from_numpy(np.concatenate(heads, axis=1))
-        if (routed := ranks[0]["routed"]) is None:
-            return evict_at, {}
-        by_token = np.frombuffer(routed, np.int16).reshape(length, self.shape[0], -1)
-        return evict_at, {"routed": torch.from_numpy(by_token.transpose(1, 0, 2).copy())}
-
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights of the model and its scorers, each given as (name in transformers' module, tensor). After
         an error, some weights may be replaced.
         """
-        checked = self._checked(weights)
+        checked = self._weights.checked(weights)
         self._lose_conversations()
         self.identity = UNKNOWN  # vLLM's workers hold the weights, in fused tensors
         with self.turn, ExitStack() as stack:
@@ -395,32 +370,9 @@ class VLLMEngine:
             else:
                 self.llm.collective_rpc("replace_weights", args=(checked,))
 
-    def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Check the weights (vLLM would not notice a missing part of a fused one), and name them as in a checkpoint."""
-        model, shapes, required = self._expected
-        missing = set(required)
-        wrong = "the engine cannot take the weights: "
-        for name, tensor in weights:
-            if name not in shapes:
-                raise UserError(f"{wrong}its model has no {name!r}")
-            if tensor.shape != shapes[name]:
-                raise UserError(f"{wrong}{name!r} must have shape {[*shapes[name]]}, got {[*tensor.shape]}")
-            missing.discard(name)
-            yield from revert_weight_conversion(model, {name: tensor.detach()}).items()
-        if missing:
-            raise UserError(f"{wrong}these were not handed over: {', '.join(sorted(missing)[:3])}")
-
     @cached_property
-    def _expected(self) -> tuple[Any, dict[str, torch.Size], frozenset[str]]:
-        """Return a model without data, name -> shape of the accepted weights, and the names of the required ones."""
-        with torch.device("meta"):
-            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
-            model = model_class(self.config)  # `from_config` would partition the weights under ZeRO-3
-            if isinstance(self.policy, LearnedPolicy):
-                attach_scorers(model, self.policy)
-        # `state_dict` has buffers, and both names of a tied head.
-        shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-        return model, shapes, frozenset(name for name, _ in model.named_parameters())
+    def _weights(self) -> ModelWeights:
+        return ModelWeights(self.config, self.policy)
 
     def scorer_digests(self) -> dict[str, list[str]]:
         ranks = self.llm.collective_rpc("scorer_digests")
@@ -455,21 +407,6 @@ class VLLMEngine:
         if not self.separate:
             VLLMEngine.in_process = None
         gc.collect()
-
-
-@contextmanager
-def handed_over(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, list[list]]]:
-    """Write the weights to a file in memory, and yield the two arguments with which `worker.received` reads the file,
-    until the `with` block ends. Its size is not limited, unlike that of /dev/shm, which is 64 MB in a container.
-    """
-    with open(os.memfd_create("weights"), "wb") as file:
-        places = []
-        for name, weight in weights:
-            start = file.seek(-(-file.tell() // STEP) * STEP)
-            places.append([name, str(weight.dtype).removeprefix("torch."), list(weight.shape), start])
-            file.write(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}", places
 
 
 @contextmanager

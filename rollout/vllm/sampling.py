@@ -10,8 +10,9 @@ includes the request's last step, which is recorded after vLLM's scheduler has r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -35,12 +36,14 @@ class Result(TypedDict):
     logprobs : float32 [number of sampled tokens, 2], under the sampling distribution, and before truncation
     routed : int16 [number of tokens, L, K], the experts that each token took; None for a model without experts
     supports : name -> int32 array and shape, the sections of supports, if they are recorded
+    versions : of a server: versions of the weights at the request's admission and at its last token
     """
 
     evict_at: bytes | None
     logprobs: bytes
     routed: bytes | None
     supports: dict[str, tuple[bytes, list[int]]]
+    versions: list[int]
 
 
 class Dropped(NamedTuple):
@@ -130,12 +133,12 @@ class RunRecord:
             return
         numbers, now, dropped = (torch.cat(column).numpy() for column in zip(*self._fetched, strict=True))
         self._fetched.clear()
-        names = list(self.numbers)
+        names = {number: request_id for request_id, number in self.numbers.items()}
         evictions = np.flatnonzero(dropped[:, 0, 0] >= 0)
         evictions = evictions[np.argsort(numbers[evictions], kind="stable")]
         for part in np.split(evictions, np.flatnonzero(np.diff(numbers[evictions])) + 1):
-            if len(part):
-                self.dropped.setdefault(names[numbers[part[0]]], []).append(Dropped(now[part], dropped[part]))
+            if len(part) and (request_id := names.get(int(numbers[part[0]]))) is not None:
+                self.dropped.setdefault(request_id, []).append(Dropped(now[part], dropped[part]))
 
     def take(self, lengths: dict[int, int]) -> list[Result]:
         """Return the results of requests, given as place -> number of tokens of the sequence, and forget them."""
@@ -145,22 +148,77 @@ class RunRecord:
             self._settle()
             self._settle_routes()
         request_of = {place: request_id for request_id, place in self.place_of.items()}
-        results: list[Result] = []
+        return [self._result(request_of[place], self._logprobs, length) for place, length in lengths.items()]
+
+    def _result(self, request_id: str, by_step: dict[str, dict[int, list[float]]], length: int) -> Result:
+        drawn, dropped = by_step.pop(request_id), self.dropped.pop(request_id, None)
+        routed = self.routed.get(self.holder_of.get(request_id, ""), []) + self.routed.pop(request_id, [])
+        logprobs = np.array([drawn[step] for step in range(len(drawn))], np.float32)
+        supports = self.supports.take(request_id, length)
+        return {
+            "evict_at": None if dropped is None else _evict_at(dropped, length).tobytes(),
+            "logprobs": logprobs.tobytes(),
+            "routed": _by_position(routed, length),
+            "supports": {name: (x.numpy().tobytes(), [*x.shape]) for name, x in supports.items()},
+            "versions": [],
+        }
+
+
+class ServerRecord(RunRecord):
+    """The record of a server, without an end: a rollout is taken when it is done, or forgotten, and its place is then
+    given out again. Requests that are not admitted, those of other clients, are not recorded.
+
+    version : of the weights that forward passes run under from now on; -1 if they are not whole
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0
+        self.versions: dict[str, list[int]] = {}  # request id -> versions at admission and at the last draw
+        self.by_step: dict[str, dict[int, list[float]]] = {}  # request id -> step -> log-probs
+        self._numbers = itertools.count(1)
+
+    def admit(self, request_id: str, place: int) -> None:
+        """Record a request from now on; a second call for it, after a preemption, changes nothing."""
+        if request_id not in self.place_of:
+            self.place_of[request_id], self.numbers[request_id] = place, next(self._numbers)
+            self.versions[request_id] = [self.version, self.version]
+
+    def begin(self, request_id: str, holder: str = "") -> int:
+        return self.numbers.get(request_id, 0)  # nobody's number
+
+    def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
+        self.drawn.append((request_ids, steps, logprobs))
+        for request_id in self.versions.keys() & set(request_ids):
+            self.versions[request_id][1] = self.version
+
+    def take(self, lengths: dict[int, int]) -> list[Result]:
+        self._settle_all()
+        request_of = {place: request_id for request_id, place in self.place_of.items()}
+        results = []
         for place, length in lengths.items():
-            request_id = request_of[place]
-            drawn, dropped = self._logprobs.pop(request_id), self.dropped.pop(request_id, None)
-            routed = self.routed.get(self.holder_of.get(request_id, ""), []) + self.routed.pop(request_id, [])
-            logprobs = np.array([drawn[step] for step in range(len(drawn))], np.float32)
-            supports = self.supports.take(request_id, length)
-            results.append(
-                {
-                    "evict_at": None if dropped is None else _evict_at(dropped, length).tobytes(),
-                    "logprobs": logprobs.tobytes(),
-                    "routed": _by_position(routed, length),
-                    "supports": {name: (x.numpy().tobytes(), [*x.shape]) for name, x in supports.items()},
-                }
-            )
+            result = self._result(request_id := request_of[place], self.by_step, length)
+            results.append({**result, "versions": self.versions[request_id]})
+        self.forget(list(lengths))
         return results
+
+    def forget(self, places: Sequence[int]) -> None:
+        """Let go of the requests at places: taken, failed, or aborted, some of which may never have been admitted."""
+        self._settle_all()
+        self.supports.settle()
+        for request_id in [name for name, place in self.place_of.items() if place in places]:
+            del self.place_of[request_id], self.numbers[request_id]
+        kept: tuple[dict[Any, Any], ...] = self.versions, self.by_step, self.dropped, self.routed, self.supports.drawn
+        for by_request in kept:
+            for request_id in by_request.keys() - self.place_of.keys():
+                del by_request[request_id]
+
+    def _settle_all(self) -> None:
+        for request_id, by_step in _by_step(self.drawn).items():
+            self.by_step.setdefault(request_id, {}).update(by_step)
+        self.drawn.clear()
+        self._settle()
+        self._settle_routes()
 
 
 def _by_step(drawn: list[tuple[list[str], list[int], Tensor]]) -> dict[str, dict[int, list[float]]]:
@@ -194,51 +252,30 @@ def _by_position(routed: list[tuple[int, np.ndarray]], length: int) -> bytes | N
     return experts.tobytes()
 
 
-# ---- the samplers ----------------------------------------------------------------------------------------------------
-
-
-class SequenceSampler(nn.Module):
-    """Samples all requests of a run, under one SamplingConfig, and writes the log-probs to the run's record: to return
-    some, vLLM itself would rank the whole vocabulary in each step.
+def joined(
+    ranks: Sequence[Result], shape: tuple[int, int], length: int
+) -> tuple[list[float], list[float], Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Join the results of all tensor-parallel ranks for a request with `length` tokens, in a model with (layers, kv
+    heads) `shape`. Returns the two columns of log-probs, the evictions int32 [L, Hkv, length], and two mappings of
+    sections: what the model's routers chose, and the supports.
     """
+    evict_at = torch.full((*shape, length), NEVER, dtype=torch.int32)
+    if parts := [rank["evict_at"] for rank in ranks if rank["evict_at"] is not None]:
+        heads = [np.frombuffer(part, np.int32).reshape(shape[0], -1, length) for part in parts]
+        evict_at = torch.from_numpy(np.concatenate(heads, axis=1))
+    sections = {}
+    if (routed := ranks[0]["routed"]) is not None:
+        by_token = np.frombuffer(routed, np.int16).reshape(length, shape[0], -1)
+        sections["routed"] = torch.from_numpy(by_token.transpose(1, 0, 2).copy())
+    supports = {
+        name: torch.from_numpy(np.frombuffer(values, np.int32).reshape(sizes).copy())
+        for name, (values, sizes) in ranks[0]["supports"].items()
+    }
+    logprobs, model_logprobs = np.frombuffer(ranks[0]["logprobs"], np.float32).reshape(-1, 2).T.tolist()
+    return logprobs, model_logprobs, evict_at, sections, supports
 
-    def __init__(self, runner: Any) -> None:
-        super().__init__()
-        self.runner = runner
-        self.begin_run(SamplingConfig(1), None)
 
-    def begin_run(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
-        self.sampling, self.record = sampling, record
-        self.stream = cache(Uniforms)  # one stream per seed
-
-    def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, None]:
-        """Sample a token for each request from the model's logits [B, V], and record the token's log-probs.
-
-        Returns int64 [B], with NOT_FINITE for requests whose log-probs are not finite; and None in place of log-probs.
-        """
-        rows = self.runner.rows(len(logits))
-        ids, settings, steps = [r.request_id for r in rows], [r.settings for r in rows], [r.step for r in rows]
-        uniform = None
-        read = [setting.get("read", ()) for setting in settings]  # tokens that a conversation reads one by one
-        drawn = [step - len(tokens) for step, tokens in zip(steps, read, strict=True)]  # below 0: a token is read
-        if self.sampling.temperature > 0 and "forced" not in settings[0]:
-            numbers = [self.stream(setting["seed"]).at(max(n, 0)) for setting, n in zip(settings, drawn, strict=True)]
-            uniform = _sent(numbers, torch.float64, logits.device)
-        tokens = [
-            given[n] if n < 0 else forced_token(n, setting.get("forced"), self.sampling)
-            for setting, given, n in zip(settings, read, drawn, strict=True)
-        ]
-        forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
-        sampled, *logprobs = sample(logits, self.sampling, uniform, forced)
-        logprobs, supports = logprobs[:2], logprobs[2:]
-        sampled.masked_fill_(~logprobs[1].isfinite(), NOT_FINITE)
-        if self.record is not None:
-            if (routes := self.runner.routes(len(ids))) is not None:
-                self.record.route(ids, *routes)
-            self.record.draw(ids, [setting["place"] for setting in settings], steps, torch.stack(logprobs, dim=-1))
-            for bits in supports:
-                self.record.supports.draw(list(zip(ids, steps, strict=True)), bits)
-        return sampled, None
+# ---- the samplers ----------------------------------------------------------------------------------------------------
 
 
 class SeededSampler(nn.Module):
@@ -266,9 +303,9 @@ class SeededSampler(nn.Module):
         seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
         by_support: dict[SamplingConfig, list[tuple[int, float]]] = {}
         for row, request in enumerate(self.runner.rows(len(logits))):
-            if request.settings is None:
+            seeds, i = (request.settings or {}).get("seeds"), request.request_id
+            if seeds is None:
                 continue
-            seeds, i = request.settings["seeds"], request.request_id
             sample_index = int(i.partition("_")[0]) if len(seeds) > 1 else 0  # "0_id", "1_id", ... of vLLM
             key = i, seeds[sample_index]
             if key not in self.seeded:
@@ -285,6 +322,80 @@ class SeededSampler(nn.Module):
             uniform = _sent(numbers, torch.float64, logits.device)
             drawn.append((index, sample(logits.index_select(0, index), support, uniform)[0]))
         return drawn
+
+
+class SequenceSampler(SeededSampler):
+    """Samples rollouts, which have a place, and writes their log-probs to a record: to return some, vLLM itself would
+    rank the whole vocabulary in each step. Other requests, of a server, are sampled as SeededSampler does. What else is
+    in the batch changes no bit of a rollout.
+
+    sampling : settings of an engine's run; those of a server come with each request
+    """
+
+    def __init__(self, runner: Any, plain: nn.Module, record: RunRecord | None = None) -> None:
+        super().__init__(runner, plain)
+        self.begin_run(SamplingConfig(1), record)
+
+    def begin_run(self, sampling: SamplingConfig, record: RunRecord | None) -> None:
+        self.sampling, self.record = sampling, record
+        # request id -> stream and settings, for the rollouts of the previous step
+        self.drawing: dict[str, tuple[Uniforms, SamplingConfig]] = {}
+
+    def forward(self, logits: Tensor, generators: Any, k: Any, p: Any) -> tuple[Tensor, Any]:
+        """Sample a token for each request from the model's logits [B, V], and record those of rollouts.
+
+        Returns int64 [B], with NOT_FINITE for rollouts whose log-probs are not finite; and what vLLM's own sampler
+        returns beside the tokens, None if it has sampled none.
+        """
+        rows = self.runner.rows(len(logits))
+        ours = [(row, request) for row, request in enumerate(rows) if "place" in (request.settings or {})]
+        drawn = self._draw_rollouts(logits, rows, ours) if ours else []  # first: vLLM's sampler writes into the logits
+        if len(ours) == len(logits):
+            sampled, logprobs = torch.empty(len(logits), dtype=torch.long, device=logits.device), None
+        else:
+            sampled, logprobs = super().forward(logits, generators, k, p)
+        for index, tokens in drawn:
+            sampled.index_copy_(0, index, tokens.to(sampled.dtype))
+        return sampled, logprobs
+
+    def _draw_rollouts(
+        self, logits: Tensor, rows: list[Any], ours: list[tuple[int, Any]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Sample and record the rollouts' tokens. Returns, for the rollouts of each SamplingConfig, (rows, tokens)."""
+        drawing, groups = dict[str, tuple[Uniforms, SamplingConfig]](), dict[Any, list[tuple[int, Any]]]()
+        for row, request in ours:
+            asked, i = request.settings, request.request_id
+            drawing[i] = self.drawing.get(i) or (Uniforms(asked["seed"]), _settings(asked, self.sampling))
+            groups.setdefault((drawing[i][1], "forced" in asked), []).append((row, request))
+        self.drawing, failed, drawn = drawing, self.runner.failed(len(logits)), []
+        for (sampling, is_given), members in groups.items():
+            index = _sent([row for row, _ in members], torch.int64, logits.device)
+            ids, steps, asked = zip(*((r.request_id, r.step, r.settings) for _, r in members), strict=True)
+            uniform = None
+            if sampling.temperature > 0 and not is_given:
+                uniforms = [drawing[i][0].at(n) for i, n in zip(ids, steps, strict=True)]
+                uniform = _sent(uniforms, torch.float64, logits.device)
+            tokens = [forced_token(n, s.get("forced"), sampling) for n, s in zip(steps, asked, strict=True)]
+            forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
+            part = logits if len(members) == len(logits) else logits.index_select(0, index)
+            sampled, logprobs, before, *supports = sample(part, sampling, uniform, forced)
+            if failed is not None:
+                before = before.masked_fill(failed.index_select(0, index), torch.nan)
+            drawn.append((index, sampled.masked_fill_(~before.isfinite(), NOT_FINITE)))
+            if self.record is not None:
+                places = [settings["place"] for settings in asked]
+                self.record.draw(list(ids), places, list(steps), torch.stack((logprobs, before), dim=-1))
+                for bits in supports:
+                    self.record.supports.draw(list(zip(ids, steps, strict=True)), bits)
+        if self.record is not None and (routes := self.runner.routes(len(rows))) is not None:
+            self.record.route([request.request_id for request in rows], *routes)
+        return drawn
+
+
+def _settings(asked: dict[str, Any], default: SamplingConfig) -> SamplingConfig:
+    if (given := asked.get("sampling")) is None:
+        return replace(default, forced=tuple(default.forced), stop_token_ids=None)
+    return SamplingConfig(**{**given, "max_tokens": 1, "forced": tuple(given["forced"])})
 
 
 def _sent(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

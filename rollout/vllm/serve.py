@@ -1,7 +1,8 @@
 """`sparse-rl serve`: vLLM's own OpenAI server, with the plugin and the policy that the model was trained under.
 
 `serve` makes all checks that need no loaded model, builds vLLM's command line, and replaces this process with a new
-Python, which runs `run` below. Evictions are not recorded. A request that loses an evicting cache ends with an error.
+Python, which runs `run` below. Evictions are recorded only for the routes of rollouts (routes.py). A request that loses
+an evicting cache ends with an error.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ run(sys.argv[1:])
 PLUGIN = "sparse_rl"  # name of our entry point in the group vllm.general_plugins
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 BEHIND = ("\n\nWhat", " 0", "a")  # continuations of a text; the text has only the tokens that do not depend on them
+KEPT_GB = 4.0  # default of --kept-gb
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -91,12 +93,18 @@ def serve(model: str, cache: Mapping[str, Any], prompt_cache: Mapping[str, Any],
         dtype = "float32" if arguments.on_cpu() and model_dtype == "float32" else "auto"
     itemsize = BYTES.get(dtype, BYTES.get(model_dtype, 2))
     bound = policy if options.context is None else arguments.BehindContext(policy.config)
+    if options.rollouts and options.context is not None:
+        raise UserError("rollouts cannot continue a served context; leave one of the two out", "--rollouts")
     beside = beside_cache(bound, config, itemsize=itemsize, max_batch=options.max_batch)
     memory = arguments.memory_arguments(options.kv_cache_gb, ALONE, beside)
-    contexts = None
+    kept, contexts = _kept_bytes(options.kept_gb, policy), None
     if options.context is not None:
         window = options.max_model_len or context_length(config)
         contexts = [compact_text(model, options.context, compaction, dtype if dtype in BYTES else "bfloat16", window)]
+    rollouts: dict[str, Any] = {}
+    if options.rollouts:  # as in VLLMEngine
+        rollouts = {"worker_cls": f"{arguments.WORKERS}ServingWorker", "rollouts": True}
+        rollouts["enable_prefix_caching"] = arguments.caches_prompts(policy, config)
     words = command_line(
         model=model,
         tokenizer=tokenizer,
@@ -113,10 +121,19 @@ def serve(model: str, cache: Mapping[str, Any], prompt_cache: Mapping[str, Any],
         block_size=arguments.default_block_size(),
         **memory,
         **arguments.model_arguments(config),
-        **arguments.engine_arguments(policy, dtype=dtype, contexts=contexts, full_graphs=options.full_graphs),
+        **{
+            **arguments.engine_arguments(
+                policy, dtype=dtype, contexts=contexts, full_graphs=options.full_graphs, kept=kept
+            ),
+            **rollouts,
+        },
     )
     server_host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {model} on http://{server_host}:{options.port}/v1\ncache: {policy!r}, {source}", flush=True)
+    if kept:
+        print(
+            f"conversations: the next turn goes on from a kept cache, of up to {kept / 2**30:g} GiB in all", flush=True
+        )
     _become([sys.executable, "-P", "-c", PROGRAM, *words, "--", *options.further])
 
 
@@ -148,6 +165,16 @@ def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], pol
         wrong = "prompts begin with the text itself, so a summary cannot take its place"
         raise UserError(f"{wrong}; remove summary", "--prompt-cache.summary")
     return config
+
+
+def _kept_bytes(given: float | None, policy: Policy) -> int:
+    """Return the maximum bytes of host memory for the conversations that go on from a kept cache."""
+    if policy.schedule.evicts and policy.config.turns == "kept":
+        return int((KEPT_GB if given is None else given) * 2**30)
+    if given:
+        why = "its turns are prefilled; write --cache turns=kept" if policy.schedule.evicts else "it evicts nothing"
+        raise UserError(f"no conversation is kept under the policy {policy.name}: {why}", "--kept-gb")
+    return 0
 
 
 def command_line(**options: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,15 +11,18 @@ from torch import Tensor
 from rollout.config import SamplingConfig
 from rollout.context import Context
 from rollout.context.cache import load_context
-from rollout.vllm.compat.arguments import cache_config, on_cpu
+from rollout.vllm.compat.arguments import KEY, cache_config, on_cpu
 from rollout.vllm.compat.paged import live_state, own_heads
 from rollout.vllm.compat.plugin import keep_transformers_classes
 from rollout.vllm.compat.runner import Runner
 from rollout.vllm.compat.runner_v2 import RunnerV2
-from rollout.vllm.sampling import Result, RunRecord, SequenceSampler
+from rollout.vllm.sampling import Result, RunRecord, SequenceSampler, ServerRecord
+from rollout.vllm.weights import ModelWeights, received
 from sparse_rl.errors import NotFiniteError
+from sparse_rl.files import open_tensors
 from sparse_rl.methods.kvpop.scorers import head_digests
 from sparse_rl.models.directory import SCORERS
+from sparse_rl.models.load import load_config
 
 if on_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -41,6 +43,7 @@ class PolicyWorker(Worker):
             step = scheduler_output.kv_connector_metadata
             state.keep(step.finished)
             state.begin(step.ended, step.begun)
+            state.let_go(step.let_go)
         return super().execute_model(scheduler_output)
 
 
@@ -64,11 +67,10 @@ class EngineWorker(PolicyWorker):
             keep_transformers_classes()
         super().load_model(*arguments, **options)
         self.runner.capture()
+        self.runner.draw = SequenceSampler(self.runner, self.runner.draw.plain)
 
     def begin_run(self, sampling: dict[str, Any], live: Sequence[int]) -> None:
         """Begin a run. live : names of the conversations whose entries are kept; those of others are let go"""
-        if not isinstance(self.runner.draw, SequenceSampler):
-            self.runner.draw = SequenceSampler(self.runner)
         self._set_record(SamplingConfig(**sampling), RunRecord(), live)
 
     def take_results(self, lengths: dict[int, int]) -> list[Result]:
@@ -124,10 +126,34 @@ class EngineWorker(PolicyWorker):
         return {} if scorers is None else head_digests(scorers.by_name())
 
 
-def received(path: str, places: list[list]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) for all weights of `handed_over`. Weights are views of the file, and must not be kept."""
-    memory = torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
-    for name, kind, shape, start in places:
-        dtype = getattr(torch, kind)
-        count = torch.Size(shape).numel() * dtype.itemsize
-        yield name, memory[start : start + count].view(dtype).view(shape)
+class ServingWorker(EngineWorker):
+    """The worker of a server of rollouts (routes.py)."""
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        super().load_model(*arguments, **options)
+        self.runner.draw.record = self.record = ServerRecord()
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if (state := live_state()) is not None:
+            state.record = self.record
+        for request in scheduler_output.scheduled_new_reqs:
+            settings = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY, {})
+            if "place" in settings:
+                self.record.admit(request.req_id, settings["place"])
+        return super().execute_model(scheduler_output)
+
+    def take_rollouts(self, lengths: dict[int, int], forgotten: list[int]) -> tuple[list[Result], int]:
+        """Return this rank's results, as `ServerRecord.take` does, and the number of entries that the record still has;
+        it forgets other places.
+        """
+        results = self.record.take(lengths)
+        self.record.forget(forgotten)
+        return results, sum(len(value) for value in vars(self.record).values() if isinstance(value, dict))
+
+    def serve_weights(self, path: str, version: int) -> None:
+        """Replace all weights by those of a safetensors file that the API server has checked; nothing runs."""
+        self.record.version = -1
+        weights = ModelWeights(load_config(self.model_config.model), cache_config(self.vllm_config).policy)
+        with open_tensors(path) as file:
+            self.replace_weights(weights.checked((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
+        self.record.version = version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sparse_rl.commands.arguments import add_recipe, number, read_recipe
 from sparse_rl.commands.console import Session, print_table
 from sparse_rl.errors import UserError
-from sparse_rl.recipe import KVpopRecipe, Recipe, ReplayedRecipe, Run, TrainRecipe
+from sparse_rl.recipe import KVpopRecipe, Recipe, ReplayedRecipe, Run, SampledRecipe, TrainRecipe
 from sparse_rl.source import INSTALL_VLLM
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ def fit(recipe: Recipe, config: Any, gpu: float | None = None) -> tuple[Table, l
     lines += verdicts(made, launch, device, host)
     if recipe.rollout is not None:
         lines += [f"rollouts: {run.findings['rollouts']}", *run.remarks]
+    if isinstance(run.recipe, SampledRecipe) and run.recipe.rollout and run.recipe.rollout.engine == "server":
+        lines.append(f"start each server with: {shlex.join(['sparse-rl', *run.recipe.serving_words()[2:]])}")
     if recipe.prompt_caches():
         lines.append("contexts: the time is not predicted; sparse-rl bench measures it")
     if gpu is None:  # what follows is checked on the machine itself

@@ -152,14 +152,18 @@ class _Process:
         in_float32 = self.recipe.dtype == "float32" and not self.cuda
         self.exact = in_float32 and (rollout is None or rollout.exact)  # attention is computed in float64
         self.vllm = rollout is not None and rollout.engine == "vllm"
+        self.server = rollout is not None and rollout.engine == "server"
         self.turns = bool(getattr(self.recipe, "tools", None) or getattr(self.recipe, "environment", None))
         self.keeps = self.turns and self.policies[0].config.turns == "kept"
 
     def engine_items(self) -> list[Item]:
         """Return the items of the vllm engine, such as its copy of the weights and its KV pool. Empty for hf."""
+        recipe, rollout = self.recipe, self.recipe.rollout
+        if self.server:
+            note = "a copy that the servers are given, in one process of each machine"
+            return [Item("weights for servers", host=self.weights * isinstance(recipe, TrainRecipe), note=note)]
         if not self.vllm:
             return []
-        recipe, rollout = self.recipe, self.recipe.rollout
         own = -(-self.weights // rollout.tensor_parallel)
         when, note = "sampling" if rollout.sleep else "always", f"{recipe.dtype}, its own copy"
         kept = own if rollout.sleep and recipe.kind == "distill" else 0  # grpo replaces the weights after each sleep
@@ -286,6 +290,8 @@ class _Evaluation(_Process):
         """Return the memory plan. The caches of a sweep are used in turn: only the largest counts."""
         recipe: Any = self.recipe  # every kind that samples without training has `sequences`
         engine = self.engine_items()
+        if self.server:
+            return Plan(self.parameters, engine)
         weights = [Item("weights", self.weights, note=recipe.dtype)]
         prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
         prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
@@ -375,6 +381,8 @@ class _Training(_Process):
     def sampling_items(self, engine: list[Item]) -> list[Item]:
         """Return the items of the engine, and of the engine's cache."""
         recipe, items, (policy,) = self.recipe, list(engine), self.policies
+        if self.server:
+            return items
         if recipe.launch.zero_stage == 3 and not engine:
             note = "ZeRO-3 gathers the weights for sampling"
             items.append(Item("gathered weights", self.weights, when="sampling", note=note))

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollout.config import ENGINES
 from sparse_rl.commands import report as html
 from sparse_rl.commands.arguments import file_path, positive
 from sparse_rl.commands.console import Session, print_table
@@ -264,7 +263,7 @@ def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=file_path, default=Path("runs/quickstart"))
-    parser.add_argument("--engine", choices=ENGINES, default="hf", help="engine that samples; hf starts faster")
+    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="engine that samples; hf starts faster")
     parser.add_argument("--scratch", action="store_true", help="also train the tiny model, one for each seed")
     parser.add_argument(
         "--slots", type=positive, default=min(2, os.cpu_count() or 1), help="number of stages that run at a time"

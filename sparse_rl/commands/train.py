@@ -25,7 +25,7 @@ from trainer.checkpoint import PARTIAL, newest_whole, read_manifest
 ABOUT = "Train a model by a recipe. Starts the recipe's processes itself."
 NOT_CHECKED = (
     "the values of the weights; memory (sparse-rl doctor RECIPE); calls of the rewards; rows remaining after keep "
-    "and length limits; DeepSpeed and several processes; trainer options beyond their types"
+    "and length limits; DeepSpeed and several processes; servers of rollouts; trainer options beyond their types"
 )
 
 
@@ -68,7 +68,7 @@ def check_output(recipe: TrainRecipe, resume: str | None) -> None:
     """Raise UserError if the run cannot use its output_dir. The check does not create the directory."""
     from trainer.checkpoint import LOCK_FILE, refuse_running, refuse_used
 
-    files = (RECIPE_FILE, ENVIRONMENT_FILE, METRICS_FILE, COMPLETIONS, LOCK_FILE, ERROR_LOG)
+    files = (RECIPE_FILE, ENVIRONMENT_FILE, METRICS_FILE, COMPLETIONS, LOCK_FILE, ERROR_LOG, "rollout-server-*.log")
     check_folder(Path(recipe.output_dir), "output_dir", files, (RUN_MODEL, PARTIAL, "checkpoint-[0-9]*"))
     if recipe.launch.machine_rank == 0:  # only this machine writes; the other machines may start later
         refuse_running(recipe.output_dir)
@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace, recipe: TrainRecipe) -> int:
 
 def _launch(options: argparse.Namespace, run: Run) -> int:
     """Start the training processes, which receive the data that this process has read, and return the exit status."""
-    from trainer.launch import launch
+    from trainer.launch import launch, rollout_servers
 
     recipe, words = run.recipe, options.arguments
     if run.checkpoint is not None:  # pass the checkpoint that was resolved here
@@ -120,7 +120,10 @@ def _launch(options: argparse.Namespace, run: Run) -> int:
     if isinstance(recipe, TaughtRecipe):
         with stage("loading", recipe.model):
             recipe.examples(run)
-    return launch(recipe.launch, words)
+    if not (count := recipe.launch.rollout_gpus):
+        return launch(recipe.launch, words)
+    with rollout_servers(count, recipe.serving_words(), Path(recipe.output_dir)):
+        return launch(recipe.launch, words)
 
 
 def how_to_continue(options: argparse.Namespace, recipe: TrainRecipe) -> str:

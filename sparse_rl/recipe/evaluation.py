@@ -504,7 +504,7 @@ class BudgetsRecipe(TasksRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_without_context("head budgets are measured on contexts")
-        if self.rollout.engine == "vllm":
+        if self.rollout.engine not in ("auto", "hf"):
             raise UserError("head budgets are measured with the engine hf; use hf", "rollout.engine")
         object.__setattr__(self, "rollout", replace(self.rollout, engine="hf"))
         for key, ratios in (("ratios", self.ratios), ("global_ratios", self.global_ratios)):

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, cast
 
-from rollout.config import SAMPLE_LIVE, RolloutConfig, SamplingConfig
+from rollout.config import SAMPLE_LIVE, SERVERS, RolloutConfig, SamplingConfig
 from rollout.context.config import PromptCacheConfig, TrainedPromptCache
-from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, Text, as_mapping, flat, show
+from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, Text, as_mapping, dotted, flat, show
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import FullConfig, PolicyConfig, TriAttentionConfig
@@ -101,6 +103,10 @@ class Run(Generic[R]):
                 rows = read_recorded(data, self, where)
             else:
                 rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
+            if isinstance(recipe, ToolsRecipe) and isinstance(recipe.environment, dict):
+                from rollout.turns import check_environments
+
+                check_environments(recipe.environment, rows, where)
             once(f"golds of {where}", lambda: check_golds(rewards[0], rows, where))
             return rows
 
@@ -310,6 +316,11 @@ class Recipe(Configuration):
         if policies:
             findings["cache"] = ", ".join(map(repr, policies))
         if (rollout := self.rollout) is not None:
+            launch = self.launch if isinstance(self, TrainRecipe) else None
+            started = launch is not None and launch.rollout_gpus > 0
+            if rollout.engine == "server" and not (rollout.servers or started or os.environ.get(SERVERS)):
+                wrong = "needs at least one URL: [http://host:8000, ...]; or set launch.rollout_gpus in a training"
+                raise UserError(wrong, "rollout.servers")
             engine, findings["rollouts"] = choose_engine(rollout, config if live is None else None, caches, cuda)
             recipe = self.with_rollout(engine=engine)
             if live is None:
@@ -552,6 +563,8 @@ class TrainRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.launch.rollout_gpus and not isinstance(self, SampledRecipe):
+            raise UserError("nothing is sampled; remove it", "launch.rollout_gpus")
         options = self.trainer_options.get("gradient_checkpointing_kwargs")
         options = parse_yaml(options, "gradient_checkpointing_kwargs") if isinstance(options, str) else options
         if isinstance(options, dict) and options.get("use_reentrant"):
@@ -749,6 +762,8 @@ class SampledRecipe(ReplayedRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_recorded()
+        if self.launch.rollout_gpus:
+            object.__setattr__(self, "rollout", self._served())
         optim = self.trainer_options.get("optim")
         lora, compaction = self.lora is not None, self.prompt_cache
         check_sampled(self.cache, self.rollout, self.scorers, lora=lora, optim=optim, prompt_cache=compaction)
@@ -757,6 +772,30 @@ class SampledRecipe(ReplayedRecipe):
             if self.rollout is not None:  # only hf compacts contexts
                 object.__setattr__(self, "rollout", replace(self.rollout, engine="hf"))
         self.check_model_len()
+
+    def _served(self) -> RolloutConfig:
+        """Return the settings of an engine that asks the servers of the launch. Raises UserError if it cannot."""
+        rollout = self.rollout
+        if rollout is None or self.prompt_cache is not None:
+            raise UserError("nothing is sampled, or only by hf; remove it", "launch.rollout_gpus")
+        if rollout.engine not in ("auto", "server") or rollout.servers:
+            raise UserError("rollout names another engine, or other servers; remove it", "launch.rollout_gpus")
+        if not rollout.exact:
+            raise UserError("the servers of launch.rollout_gpus compute exactly; remove it", "rollout.exact")
+        return replace(rollout, engine="server")
+
+    def serving_words(self) -> list[str]:
+        """Return what Python runs as a server for this recipe."""
+        rollout, prompt = self.rollout, self.longest_prompt()
+        assert rollout is not None
+        length = rollout.max_model_len or (prompt and prompt + self.sampling().max_tokens)
+        words = ["--dtype", self.dtype, "--max-batch", str(rollout.max_batch)]
+        words += [] if length is None else ["--max-model-len", str(length)]
+        words += [] if rollout.kv_cache_gb is None else ["--kv-cache-gb", str(rollout.kv_cache_gb)]
+        for key, value in dotted(self.cache.as_block()).items():
+            words += ["--cache", f"{key}={json.dumps(value)}"]
+        words += ["--full-graphs"] * rollout.full_graphs
+        return ["-m", "sparse_rl.cli", "serve", self.model, "--rollouts", *words]
 
     @property
     def recorded(self) -> bool:
@@ -770,7 +809,7 @@ class SampledRecipe(ReplayedRecipe):
             raise UserError("data and validation.data must both have traces, or neither", "validation.data.traces")
         if not self.recorded and self.rollout is None:
             raise UserError("null is for recorded rollouts (data.traces) alone", "rollout")
-        if self.recorded and self.rollout not in (None, RolloutConfig()):
+        if self.recorded and self.rollout not in (None, type(self.rollout)()):
             raise UserError("has no effect on recorded rollouts; remove this block, or set null", "rollout")
         if self.recorded and self.prompt_cache is not None:
             raise UserError("has no effect on recorded rollouts; remove this block", "prompt_cache")

@@ -124,9 +124,10 @@ class SupportRecord:
         """
         self._held.append((places, bits))
         if len(self._held) >= HELD:
-            self._settle()
+            self.settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Fetch from the device what it holds."""
         if not self._held:
             return
         bits = torch.cat([bits for _, bits in self._held])
@@ -152,7 +153,7 @@ class SupportRecord:
 
         earlier : the sections of its first tokens, if it is a conversation that went on
         """
-        self._settle()
+        self.settle()
         by_step, before = self.drawn.pop(key, {}), [earlier[name] for name in SUPPORT if name in earlier]
         if not (by_step or before):
             return {}

@@ -72,7 +72,7 @@ def test_supports_reach_the_gpu_without_a_wait() -> None:
             record.draw([(row, step) for row in range(3)], bits)
     with pytest.raises(RuntimeError, match="synchroniz"), no_waits():
         record.draw([(row, HELD - 1) for row in range(3)], bits)
-    record._settle()
+    record.settle()
     traces = [EvictionTrace.dense(1, 1, HELD + row + 1).beside(record.take(row, HELD + row + 1)) for row in range(3)]
     Supports.of(traces, 151_936, "cuda")
     with no_waits():

@@ -5,6 +5,7 @@ The sizes that decide nothing are small here. `python tests/models/test_publishe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,11 @@ def verdict(family: str, settings: dict[str, Any]) -> str:
 
 
 def rows() -> list[str]:
-    return [f"| {name} | `{family}` | {verdict(family, own)} |" for name, (family, own) in PUBLISHED.items()]
+    """Return a row for each verdict, with its models and their families."""
+    models = defaultdict[str, list[str]](list)
+    for name, (family, own) in PUBLISHED.items():
+        models[verdict(family, own)].append(f"{name} (`{family}`)")
+    return [f"| {text} | {'; '.join(names)} |" for text, names in models.items()]
 
 
 def test_the_table_of_published_models_is_current() -> None:

@@ -69,6 +69,11 @@ class Runner:
         states = [(i, self.runner.requests[i]) for i in self.runner.input_batch.req_ids[:count]]
         return [Row(i, state.sampling_params, len(state.output_token_ids)) for i, state in states]
 
+    def failed(self, count: int) -> Tensor | None:
+        """Return bool [count]: True for each of this step's first `count` requests with a NaN score in this rank."""
+        state = live_state()
+        return None if state is None else state.failed_rows(count)
+
     def routes(self, count: int) -> tuple[np.ndarray, np.ndarray, Tensor] | None:
         """Return the last three arguments of `RunRecord.route` for this step's `count` requests; None if no experts
         are captured.

@@ -13,6 +13,7 @@ offset it resets between two chunks of a prompt: on a CPU this crashes the engin
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
@@ -21,6 +22,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from ipaddress import ip_address
 from math import prod
@@ -37,13 +39,18 @@ from vllm.exceptions import VLLMValidationError
 from rollout.sampling import sequence_seed
 from rollout.vllm.compat import arguments
 from rollout.vllm.compat.arguments import KEY
+from rollout.vllm.routes import WEIGHTS, OwnSettings, attach
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.models.load import load_generation_config
 
-OURS = ("model", "dtype", "allowed_hosts", "allowed_origins")
+OURS = ("model", "dtype", "allowed_hosts", "allowed_origins", "rollouts")
 ALONE = (
     *("additional_config", "api_server_count", "data_parallel_multi_port_external_lb", "grpc", "headless"),
     "worker_cls",
+)
+ROLLOUTS = (  # that would lose records, or change bits, of rollouts
+    *("async_scheduling", "data_parallel_size", "enable_expert_parallel", "enable_lora", "enable_prefix_caching"),
+    *("kv_cache_dtype", "pipeline_parallel_size", "quantization", "speculative_config", "watermark_config"),
 )
 FIXED = (  # arguments that the user cannot choose under eviction, besides those that `refuse_unsupported` finds
     *("attention_backend", "kv_offloading_backend", "kv_offloading_size", "kv_transfer_config", "scheduler_cls"),
@@ -69,10 +76,12 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
 
     parser = make_arg_parser(Parser(prog="vllm serve"))
     parser.add_argument("--allowed-hosts", type=json.loads, default=[])
+    parser.add_argument("--rollouts", action="store_true")
     default, user, own, combined = (parser.parse_args(words) for words in ([], further, ours, [*ours, *further]))
     if user.model_tag is not None:
         raise UserError(f"{user.model_tag!r} is not a flag")
-    for name in [*OURS, *ALONE, *(FIXED if combined.kv_transfer_config is not None else ())]:
+    fixed = *(FIXED if combined.kv_transfer_config is not None else ()), *(ROLLOUTS if own.rollouts else ())
+    for name in [*OURS, *ALONE, *fixed]:
         if getattr(user, name) != getattr(default, name):
             why = "must be given before --" if name in OURS else "cannot be chosen; leave it out"
             raise UserError(f"--{name.replace('_', '-')} {why}")
@@ -80,6 +89,9 @@ def read_arguments(ours: list[str], further: list[str]) -> Namespace:
         validate_parsed_serve_args(combined)
     combined.hf_overrides = {**own.hf_overrides, **user.hf_overrides}
     combined.api_key = [key for key in combined.api_key or [envs.VLLM_API_KEY] if key]
+    if own.rollouts and not combined.api_key and combined.host not in LOOPBACK:
+        wrong = "other machines may sample and replace weights, so they need a key"
+        raise UserError(f"{wrong}; set the environment variable VLLM_API_KEY", "--host")
     combined.middleware = [*combined.middleware, f"{__name__}.Guard"]  # the last one wraps all others
     return combined
 
@@ -123,6 +135,14 @@ def run_server(ours: list[str], further: list[str]) -> None:
             aggregate_engine_logging=words.aggregate_engine_logging,
             disable_log_stats=words.disable_log_stats,
         )
+        if words.rollouts:
+            build_app = entry.build_app
+
+            def with_rollouts(*args: Any, **kwargs: Any) -> Any:
+                attach(app := build_app(*args, **kwargs), engine)
+                return app
+
+            entry.build_app = with_rollouts  # type: ignore[assignment]
         try:
             end = await entry.build_and_serve(engine, address, listening, words, timeout_graceful_shutdown=GRACE)
         finally:
@@ -162,7 +182,7 @@ def check_requests(vllm_config: Any) -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     config, vocab_size = arguments.cache_config(vllm_config), vllm_config.model_config.get_vocab_size()
-    whole_prompts = config is not None and config.physical
+    whole_prompts, keeps = config is not None and config.physical, config is not None and config.kept > 0
     if vllm_config.watermark_config is not None:
         raise UserError("vLLM draws tokens with a watermark by a sampler of its own; leave --watermark-config out")
     seeded = vllm_config.speculative_config is None  # with speculative decoding, vLLM uses another sampler
@@ -173,7 +193,8 @@ def check_requests(vllm_config: Any) -> None:
         if whole_prompts and kwargs.get("resumable"):
             wrong = "an input session cannot be served if the cache evicts or requests continue a context"
             raise VLLMValidationError(wrong)
-        if KEY in (getattr(params, "extra_args", None) or {}):  # workers would take it for ours
+        extra = getattr(params, "extra_args", None) or {}
+        if KEY in extra and not isinstance(extra[KEY], OwnSettings):  # workers would take it for ours
             raise VLLMValidationError(f"vllm_xargs: the name {KEY!r} is reserved for the server; leave it out")
         structure = getattr(params, "structured_outputs", None)
         if structure is not None and (message := over_structure(structure)):
@@ -182,15 +203,34 @@ def check_requests(vllm_config: Any) -> None:
         ids, own = request.prompt_token_ids or (), request.sampling_params
         if (largest := max(ids, default=0)) >= vocab_size:  # in the tokenizer, not in the model: the engine would crash
             raise VLLMValidationError(f"Token id {largest} is out of vocabulary")
+        settings: dict[str, Any] = {}
+        if keeps and own is not None and (owner := owner_of(request)) is not None:
+            settings["owner"] = owner
         if seeded and own is not None and own.seed is not None and own.temperature > 0:
-            seeds = [sequence_seed(own.seed, ids, sample) for sample in range(own.n)]
-            own.extra_args, own.seed = {**(own.extra_args or {}), KEY: {"seeds": seeds}}, None
+            settings["seeds"], own.seed = [sequence_seed(own.seed, ids, sample) for sample in range(own.n)], None
+        if settings:
+            own.extra_args = {**(own.extra_args or {}), KEY: settings}
         return request
 
     InputProcessor.process_inputs = check_and_process  # type: ignore[method-assign]
 
 
 # ---- who may use the server -----------------------------------------------------------------------------------------
+
+TOKEN_OF: ContextVar[str | None] = ContextVar("token", default=None)  # the API key with which a request came, or ""
+SECRET = secrets.token_bytes(32)
+
+
+def owner_of(request: Any) -> str | None:
+    """Return a name that is the same for requests with the same API key and the same cache_salt, which alone may share
+    conversations; None for a request that shares none: with a LoRA adapter, with inputs that are no tokens, or by a way
+    that does not tell us its key.
+    """
+    token = TOKEN_OF.get()
+    if token is None or request.lora_request or request.mm_features or request.prompt_embeds is not None:
+        return None
+    return hashlib.blake2b(json.dumps([token, request.cache_salt]).encode(), key=SECRET, digest_size=16).hexdigest()
+
 
 read_json = Request.json
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -213,11 +253,14 @@ class Guard:
             await JSONResponse({"error": error}, status)(scope, receive, send)
             return
         size = 0
+        TOKEN_OF.set(_token(Headers(scope=scope))[1])
 
         async def counted() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
+            if scope["path"].endswith(WEIGHTS):  # which has its own limit
+                return message
             if refused := over("request", bytes=size):
                 raise HTTPException(400, refused)
             return message
@@ -265,8 +308,13 @@ def _is_number(name: str, attribute: str = "version") -> bool:
         return False
 
 
-def _has_key(headers: Headers, keys: list[str]) -> bool:
+def _token(headers: Headers) -> tuple[str, str]:
     scheme, _, token = headers.get("authorization", "").partition(" ")
+    return scheme, token
+
+
+def _has_key(headers: Headers, keys: list[str]) -> bool:
+    scheme, token = _token(headers)
     matches = [secrets.compare_digest(token.encode(), key.encode()) for key in keys]  # all keys, for constant time
     return scheme.lower() == "bearer" and any(matches)
 

@@ -1,0 +1,315 @@
+"""The routes of a server of rollouts (`sparse-rl serve --rollouts`), in the process of vLLM's own server.
+
+Bodies are those of rollout/wire.py. vLLM's AsyncLLM samples the sequences of a request, and then the workers are asked
+for what they have recorded (`take_rollouts`): vLLM's own outputs do not have the last step's record.
+
+Requests wait for the version of the weights that they ask for; an update of the weights waits for all that runs, also
+requests of other clients, and all others wait for the update. So weights never change under a sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import torch
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from vllm import SamplingParams
+from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+from vllm.sampling_params import RequestOutputKind
+
+from rollout.engine import Rollout
+from rollout.sampling import NotFiniteLogprobError, Request, token_ids
+from rollout.vllm.compat import arguments
+from rollout.vllm.compat.arguments import KEY
+from rollout.vllm.sampling import Result, joined
+from rollout.vllm.scheduler import PREEMPTED
+from rollout.vllm.weights import ModelWeights
+from rollout.wire import About, Answered, Asked, pack_rollouts, unpack_requests
+from sparse_rl.attention.families import cache_shape
+from sparse_rl.config import as_mapping
+from sparse_rl.errors import NotFiniteError, StoppedError, UserError
+from sparse_rl.files import open_tensors
+from sparse_rl.models.load import load_config, model_fingerprint
+from sparse_rl.models.weights import identify
+from sparse_rl.policies.make import fingerprint
+from sparse_rl.trace import EvictionTrace
+
+ATTEMPTS = 3  # attempts at sampling a sequence; under a policy that evicts, a preemption ends an attempt (scheduler.py)
+PATIENCE = 60  # seconds that a request waits for its version of the weights
+WEIGHTS = "/rollouts/weights"
+KINDS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class StaleError(Exception):
+    """A request asks for other weights than the server has, or gets in time."""
+
+
+class OwnSettings(dict[str, Any]):
+    """Our settings in a request's extra_args. Its type shows that they are ours, not those of a client (server.py)."""
+
+
+class RolloutServer:
+    """What the routes share, in one event loop. engine : vLLM's AsyncLLM"""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, config = engine, engine.vllm_config
+        cache, self.model = arguments.cache_config(config), config.model_config.model
+        assert cache is not None
+        self.policy, self.config = cache.policy, load_config(self.model)
+        self.shape = cache_shape(self.config)[:2]
+        self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        self.weights = ModelWeights(self.config, self.policy)
+        self.about = About(
+            policy=fingerprint(self.policy),
+            model=model_fingerprint(self.config),
+            weights=identify(self.model).fingerprint,
+            vocabulary=self.config.vocab_size,
+            layers=self.shape[0],
+            kv_heads=self.shape[1],
+            dtype=self.dtype,
+            exact=cache.exact,
+            version=0,
+            max_batch=config.scheduler_config.max_num_seqs,
+            max_model_len=config.model_config.max_model_len,
+        )
+        self.version = self.recorded = 0
+        self.scorers: dict[str, list[str]] | None = None  # their digests
+        self.running = self.waiting = 0  # sequences
+        self.updating = False
+        self.changed = asyncio.Condition()  # of the version and the three values above
+        self.free: list[int] = []  # places that were given out before, and are not in use
+        self.places = 0  # places that were ever given out
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def tell(self) -> About:
+        """Return the answer to GET /rollouts. It does not wait for the workers, except for scorers after an update."""
+        if self.scorers is None:
+            ranks = await self.engine.collective_rpc("scorer_digests")
+            self.scorers = {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
+        numbers = {name: getattr(self, name) for name in ("version", "running", "waiting", "recorded", "scorers")}
+        return replace(self.about, **numbers)
+
+    # ---- sampling ---------------------------------------------------------------------------------------------------
+
+    async def sample(self, asked: Asked) -> list[Answered]:
+        """Sample the sequences of a request. Raises UserError if they do not fit, StaleError for other weights,
+        NotFiniteError for a log-prob that is not finite, and StoppedError if a sequence cannot be finished.
+        """
+        prompts = token_ids([request.prompt for request in asked.requests], self.about.vocabulary)
+        for i, (prompt, request) in enumerate(zip(prompts, asked.requests, strict=True)):
+            if len(prompt) + request.max_tokens > self.about.max_model_len:
+                wrong = f"prompt {i} has {len(prompt)} tokens: with max_tokens {request.max_tokens}"
+                raise UserError(f"{wrong} that is more than max_model_len {self.about.max_model_len}")
+            if request.forced is not None:
+                token_ids([request.forced], self.about.vocabulary, "completion")
+        answers: dict[int, Answered] = {}
+        async with self._admitted(asked.version, len(prompts)):
+            waiting = asked.requests
+            for _ in range(ATTEMPTS):
+                answers |= await self._attempt(waiting, asked)
+                waiting = [request for request in waiting if request.place not in answers]
+                if not waiting:
+                    return [answers[request.place] for request in asked.requests]
+        often = f"{len(waiting)} sequences were preempted {ATTEMPTS} times"
+        raise StoppedError(f"{often}; lower --max-batch or raise --kv-cache-gb")
+
+    @asynccontextmanager
+    async def _admitted(self, version: int, count: int) -> AsyncIterator[None]:
+        """Wait until the server has a version of the weights; in the `with` block it stays."""
+        async with self.changed:
+            self.waiting += count
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    await self.changed.wait_for(lambda: not self.updating and self.version >= version)
+            except TimeoutError:
+                pass
+            finally:
+                self.waiting -= count
+            if self.updating or self.version != version:
+                raise StaleError(f"version {version} of the weights was asked for, but the server has {self.version}")
+            self.running += count
+        try:
+            yield
+        finally:
+            await asyncio.shield(self._release(count))
+
+    async def _release(self, count: int) -> None:
+        async with self.changed:
+            self.running -= count
+            self.changed.notify_all()
+
+    async def _attempt(self, requests: Sequence[Request], asked: Asked) -> dict[int, Answered]:
+        """Sample requests. Returns place -> answer, without those that were preempted."""
+        while len(self.free) < len(requests):
+            self.free.append(self.places)
+            self.places += 1
+        ours = [self.free.pop() for _ in requests]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(*pair, asked)) for pair in zip(ours, requests, strict=True)]
+            rows = list(zip(ours, requests, [task.result() for task in tasks], strict=True))
+            done = [row for row in rows if row[2] is not None]
+            lengths = {place: len(request.prompt) + len(output.token_ids) for place, request, output in done}
+            lost = [place for place in ours if place not in lengths]
+            ranks = await self._take(lengths, lost)
+        except BaseException as error:
+            task = asyncio.create_task(self._forget(ours))  # also if this task is cancelled
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+            raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
+        self.free += ours
+        pairs = zip(done, zip(*ranks, strict=True), strict=True)
+        return await asyncio.to_thread(
+            lambda: {request.place: self._answer(request, output, results) for (_, request, output), results in pairs}
+        )
+
+    async def _take(self, lengths: dict[int, int], forgotten: list[int]) -> list[list[Result]]:
+        ranks, counts = zip(*await self.engine.collective_rpc("take_rollouts", args=(lengths, forgotten)), strict=True)
+        self.recorded = sum(counts)
+        return list(ranks)
+
+    async def _forget(self, places: list[int]) -> None:
+        await self.engine.abort([str(place) for place in places])
+        await self._take({}, places)
+        self.free += places
+
+    async def _one(self, place: int, request: Request, asked: Asked) -> Any:
+        """Return vLLM's output for a sequence, or None if it was preempted."""
+        settings = OwnSettings(place=place, seed=request.seed, sampling=as_mapping(asked.sampling))
+        if request.forced is not None:
+            settings["forced"] = request.forced
+        parameters = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=1.0,  # SequenceSampler applies the real temperature, top_p, top_k and the seed
+            extra_args={KEY: settings},
+            stop_token_ids=asked.stop,
+            ignore_eos=True,  # the stop tokens already include the end-of-sequence tokens
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"type": "token", "prompt_token_ids": request.prompt}
+        async for output in self.engine.generate(prompt, parameters, str(place)):
+            final = output.outputs[0]
+        if final.finish_reason == "error" and final.stop_reason == PREEMPTED:
+            return None
+        if final.finish_reason == "error":
+            raise NotFiniteLogprobError(request.place, 0, len(final.token_ids), self.dtype)
+        if final.finish_reason not in ("stop", "length"):
+            raise StoppedError(f"sequence {request.place} ended by {final.finish_reason!r}; ask again")
+        return final
+
+    def _answer(self, request: Request, output: Any, ranks: Sequence[Result]) -> Answered:
+        ids = list(output.token_ids)
+        length = len(request.prompt) + len(ids)
+        logprobs, model_logprobs, evict_at, sections, supports = joined(ranks, self.shape, length)
+        for rank in ranks:
+            by_step = np.frombuffer(rank["logprobs"], np.float32).reshape(-1, 2)
+            if len(by_step) != len(ids):
+                raise RuntimeError(f"the workers recorded {len(by_step)} of the {len(ids)} tokens of a sequence")
+            if len(wrong := np.flatnonzero(~np.isfinite(by_step[:, 1]))):
+                raise NotFiniteLogprobError(request.place, 0, int(wrong[0]), self.dtype)
+        further = self.policy.further(len(request.prompt), length)
+        trace = EvictionTrace.recorded(evict_at, {**further, **sections}).beside(supports)
+        rollout = Rollout(request.prompt, ids, logprobs, model_logprobs, trace, output.finish_reason)
+        versions = [version for rank in ranks for version in rank["versions"]]
+        return Answered(rollout, (min(versions), max(versions)))
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    async def load(self, path: str, version: int) -> None:
+        """Replace all weights by those of a file, when nothing runs. Raises UserError for wrong ones, before that."""
+        await asyncio.to_thread(self._check, path)
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self.updating)
+            self.updating = True
+        try:
+            async with self.changed:
+                await self.changed.wait_for(lambda: not self.running)
+            await self.engine.pause_generation(mode="wait", clear_cache=True)  # for the requests of other clients
+            try:
+                self.version = -1
+                await self.engine.collective_rpc("serve_weights", args=(path, version))
+                self.version, self.scorers = version, None
+            finally:
+                await self.engine.resume_generation()
+        finally:
+            async with self.changed:
+                self.updating = False
+                self.changed.notify_all()
+
+    def _check(self, path: str) -> None:
+        try:
+            with open_tensors(path) as file:
+                slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118
+        except Exception as error:  # safetensors raises many kinds for damage
+            raise UserError(f"the body is not a safetensors file (cut short, or of another kind): {error}") from error
+        for name, values in slices:
+            if values.get_dtype() not in KINDS:
+                raise UserError(f"{name!r} has dtype {values.get_dtype()}; send {', '.join(KINDS)}")
+        empty = ((name, torch.empty(values.get_shape(), device="meta")) for name, values in slices)
+        for _ in self.weights.checked(empty):
+            pass
+
+    @property
+    def most_bytes(self) -> int:
+        """The largest body of weights: all in float32, and their names."""
+        return sum(4 * shape.numel() + 4096 for shape in self.weights.shapes.values())
+
+
+# ---- the routes -----------------------------------------------------------------------------------------------------
+
+
+def attach(app: Any, engine: Any) -> None:
+    """Add the routes to vLLM's app."""
+    server, router = RolloutServer(engine), APIRouter()
+
+    @router.get("/rollouts")
+    async def about() -> Response:
+        return JSONResponse(asdict(await server.tell()))
+
+    async def answer(_: Any, raw_request: HttpRequest) -> Response:
+        try:
+            answers = await server.sample(await asyncio.to_thread(unpack_requests, await raw_request.body()))
+        except Exception as error:
+            return _refusal(error)
+        return Response(await asyncio.to_thread(pack_rollouts, answers), media_type="application/octet-stream")
+
+    @router.post("/rollouts")
+    async def rollouts(raw_request: HttpRequest) -> Response:
+        await raw_request.body()  # what comes after it says that the client has left
+        return await with_cancellation(answer)(None, raw_request) or Response(status_code=499)
+
+    @router.post(WEIGHTS)
+    async def weights(raw_request: HttpRequest, version: int) -> Response:
+        try:
+            with open(os.memfd_create("weights"), "wb") as file:  # which the workers map
+                async for chunk in raw_request.stream():
+                    if file.tell() + len(chunk) > server.most_bytes:
+                        raise UserError(f"the weights of this model have at most {server.most_bytes} bytes")
+                    file.write(chunk)
+                file.flush()
+                await server.load(f"/proc/{os.getpid()}/fd/{file.fileno()}", version)
+        except Exception as error:
+            return _refusal(error)
+        return JSONResponse({"version": version})
+
+    app.include_router(router)
+
+
+def _refusal(error: Exception) -> Response:
+    """Return the answer to a request that failed (wire.py). Other errors than those listed are vLLM's, or bugs."""
+    kinds = {StaleError: 409, NotFiniteError: 500, StoppedError: 503, ValueError: 400}
+    status = next((status for kind, status in kinds.items() if isinstance(error, kind)), None)
+    if status is None:
+        raise error
+    told = {"message": str(error), "type": HTTPStatus(status).phrase, "code": status}
+    return JSONResponse({"error": told}, status)

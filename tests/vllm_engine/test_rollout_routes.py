@@ -1,0 +1,244 @@
+"""Which weights a request gets, and who waits for whom, in the routes of a server of rollouts: with an engine that only
+pretends to sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from tiny import directory_of, loaded, random_prompts
+
+from rollout import SamplingConfig
+from rollout.sampling import NotFiniteLogprobError, Request
+from rollout.wire import Asked, pack_weights
+from sparse_rl.errors import StoppedError, UserError
+
+LENGTH = 4
+
+
+class Engine:
+    """Stands in for vLLM's AsyncLLM. `outcomes` are (finish_reason, stop_reason) of the next requests."""
+
+    def __init__(self, folder: Path) -> None:
+        from rollout.vllm.compat.arguments import KEY
+
+        self.vllm_config = SimpleNamespace(
+            additional_config={KEY: {"exact": True, "folds": False}},
+            kv_transfer_config=None,
+            model_config=SimpleNamespace(model=str(folder), dtype=torch.float32, max_model_len=64),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+        )
+        self.outcomes: list[tuple[str, Any]] = []
+        self.version, self.paused, self.log = 0, False, list[str]()
+        self.running: dict[str, int] = {}  # request id -> version at its begin
+        self.done: dict[int, list[int]] = {}
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+        assert request_id not in self.running and int(request_id) not in self.done
+        self.running[request_id] = self.version
+        self.log.append(f"begin {request_id}")
+        await asyncio.sleep(0)
+        await self.go_on.wait()
+        finish_reason, stop_reason = self.outcomes.pop(0) if self.outcomes else ("length", None)
+        self.done[int(request_id)] = [self.running.pop(request_id), self.version]
+        tokens = list(range(parameters.max_tokens))
+        yield SimpleNamespace(
+            outputs=[SimpleNamespace(token_ids=tokens, finish_reason=finish_reason, stop_reason=stop_reason)]
+        )
+
+    async def abort(self, request_ids: list[str]) -> None:
+        for i in request_ids:
+            self.running.pop(i, None)
+
+    async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
+        await asyncio.sleep(0)
+        if method == "serve_weights":
+            assert self.paused and not self.running
+            self.version = args[1]
+            return [None]
+        if method == "scorer_digests":
+            return [{}]
+        assert method == "take_rollouts"
+        lengths, forgotten = args
+        results = []
+        for place, length in lengths.items():
+            logprobs = np.full((length - LENGTH, 2), -1.0, np.float32).tobytes()
+            result = {"evict_at": None, "logprobs": logprobs, "routed": None, "supports": {}}
+            results.append({**result, "versions": self.done.pop(place)})
+        for place in forgotten:
+            self.done.pop(place, None)
+        return [(results, len(self.done))]
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("wait", True)  # the default is to abort, and to answer with what there is
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+
+@pytest.fixture
+def served() -> Callable:
+    """served(test) runs the coroutine test(server, engine)."""
+    pytest.importorskip("vllm")
+    from rollout.vllm import routes
+
+    def run(test: Callable) -> None:
+        async def whole() -> None:
+            engine = Engine(directory_of("qwen2"))
+            server = routes.RolloutServer(engine)
+            await test(server, engine)
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert not engine.running and not engine.done  # the workers keep nothing
+            assert sorted(server.free) == list(range(server.places))
+            about = await server.tell()
+            assert (about.version, about.running, about.waiting, about.recorded) == (engine.version, 0, 0, 0)
+
+        asyncio.run(whole())
+
+    return run
+
+
+def asked(version: int, count: int = 2, tokens: int = 3) -> Asked:
+    requests = [Request(i, prompt, tokens, i) for i, prompt in enumerate(random_prompts([LENGTH] * count))]
+    return Asked(requests, SamplingConfig(tokens), [], version)
+
+
+def test_an_update_waits_for_what_runs_and_requests_for_their_version(served: Callable, tmp_path: Path) -> None:
+    """So each sequence has one version. Control: what was admitted before the update has the version before it."""
+    weights = tmp_path / "weights"
+    weights.write_bytes(pack_weights(loaded(directory_of("qwen2")).named_parameters()))
+
+    async def test(server: Any, engine: Engine) -> None:
+        engine.go_on.clear()
+        old = asyncio.create_task(server.sample(asked(0)))
+        await asyncio.sleep(0.01)
+        update = asyncio.create_task(server.load(str(weights), 1))
+        while not server.updating:
+            await asyncio.sleep(0.01)
+        new = [asyncio.create_task(server.sample(asked(version))) for version in (1, 1, 0)]
+        await asyncio.sleep(0.01)
+        assert len(engine.running) == 2 and engine.version == 0
+        engine.go_on.set()
+        answers = await asyncio.gather(old, update, *new, return_exceptions=True)
+        assert [one.versions for one in answers[0]] == [(0, 0)] * 2
+        assert [one.versions for one in answers[2] + answers[3]] == [(1, 1)] * 4
+        assert "version 0 of the weights was asked for, but the server has 1" in str(answers[4])
+
+    served(test)
+
+
+def test_a_version_that_does_not_come_is_refused(served: Callable) -> None:
+    from rollout.vllm.routes import StaleError
+
+    async def test(server: Any, engine: Engine) -> None:
+        wrong = "version 3 of the weights was asked for, but the server has 0"
+        with mock.patch("rollout.vllm.routes.PATIENCE", 0.01), pytest.raises(StaleError, match=wrong):
+            await server.sample(asked(3))
+        assert not engine.log
+        await server.sample(asked(0))  # control
+
+    served(test)
+
+
+def test_wrong_weights_change_nothing(served: Callable, tmp_path: Path) -> None:
+    """A name, a shape, a dtype, a missing weight, or a damaged file. Control: the right ones."""
+    weights = dict(loaded(directory_of("qwen2")).named_parameters())
+    first, *_ = weights
+    wrong = {
+        "its model has no 'other'": {**weights, "other": torch.zeros(1)},
+        "must have shape": {**weights, first: torch.zeros(1)},
+        "dtype I64": {**weights, first: weights[first].long()},
+        "were not handed over": {name: weight for name, weight in weights.items() if name != first},
+    }
+    bodies = {says: pack_weights(some.items()) for says, some in wrong.items()}
+    right = pack_weights(weights.items())
+    bodies["not a safetensors file"] = right[:-1]
+
+    async def test(server: Any, engine: Engine) -> None:
+        for says, body in bodies.items():
+            (tmp_path / "weights").write_bytes(body)
+            with pytest.raises(UserError, match=says):
+                await server.load(str(tmp_path / "weights"), 1)
+            assert engine.version == server.version == 0
+        (tmp_path / "weights").write_bytes(right)
+        await server.load(str(tmp_path / "weights"), 1)
+        assert engine.version == server.version == 1
+        assert max(map(len, bodies.values())) <= server.most_bytes
+
+    served(test)
+
+
+def test_a_preempted_sequence_is_sampled_again(served: Callable) -> None:
+    """At most three times. The others of its request are sampled once."""
+    from rollout.vllm.scheduler import PREEMPTED
+
+    async def test(server: Any, engine: Engine) -> None:
+        engine.outcomes = [("length", None), ("error", PREEMPTED), ("length", None), ("error", PREEMPTED)]
+        answers = await server.sample(asked(0, 3))
+        assert len(answers) == 3 and len(engine.log) == 5
+        engine.outcomes = [("error", PREEMPTED)] * 3
+        with pytest.raises(StoppedError, match="1 sequences were preempted 3 times"):
+            await server.sample(asked(0, 1))
+
+    served(test)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "says"),
+    [
+        (("error", "not finite"), NotFiniteLogprobError, "prompt 1, sample 0: .* token 3 "),
+        (("abort", None), StoppedError, "sequence 1 ended by 'abort'"),
+    ],
+)
+def test_an_unfinished_sequence_is_never_handed_out(
+    outcome: tuple, error: type[Exception], says: str, served: Callable
+) -> None:
+    async def test(server: Any, engine: Engine) -> None:
+        engine.outcomes = [("length", None), outcome]
+        with pytest.raises(error, match=says):
+            await server.sample(asked(0, 3))
+
+    served(test)
+
+
+def test_a_client_that_leaves_takes_its_sequences_along(served: Callable) -> None:
+    """At any time. Others get theirs."""
+
+    async def test(server: Any, engine: Engine) -> None:
+        for steps in range(12):
+            engine.go_on.clear()
+            leaving, staying = (asyncio.create_task(server.sample(asked(0))) for _ in range(2))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            leaving.cancel()
+            with suppress(asyncio.CancelledError):
+                await leaving
+            engine.go_on.set()
+            assert len(await staying) == 2
+
+    served(test)
+
+
+def test_a_request_that_does_not_fit_is_refused(served: Callable) -> None:
+    async def test(server: Any, engine: Engine) -> None:
+        with pytest.raises(UserError, match="more than max_model_len 64"):
+            await server.sample(asked(0, tokens=61))
+        wrong = Request(0, [1, 999], 3)
+        with pytest.raises(UserError, match="prompt 0 has token 999"):
+            await server.sample(Asked([wrong], SamplingConfig(3), [], 0))
+        await server.sample(asked(0, tokens=60))  # control
+
+    served(test)
