@@ -13,6 +13,7 @@ kvpop, kvpop_larger, kvpop_few_notes   the retrofit of KVpop and others. The bud
                                  has an accuracy of 0.25 to 0.5 on the split `calibration`, or 1.25 times as much
 distillation                     distillation before GRPO
 one_liners                       GRPO with the reward `code`
+one_step_ahead                   GRPO on completions that weights of some updates before have sampled
 """
 
 from __future__ import annotations
@@ -50,14 +51,18 @@ def synthetic(task: str, size: int, split: str, seed: int) -> str:
     return f"{{{task}, size: {size}, split: {split}, seed: {seed}}}"
 
 
-def command(made: Path, *words: str, slots: Semaphore) -> None:
-    """Run a `sparse-rl` command, unless the file that it leaves exists. Its output goes to a log beside the folder."""
+def command(made: Path, *words: str, slots: Semaphore, late: int = 0) -> None:
+    """Run a `sparse-rl` command, unless the file that it leaves exists. Its output goes to a log beside the folder.
+
+    late : number of updates by which the engine of a training is late
+    """
+    program = [f"{HOUSE}/benchmarks/late.py", str(late)] if late else ["-m", "sparse_rl.cli"]
     if not made.exists():
         log = made.parent.with_name(f"{made.parent.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         with slots, log.open("w") as file:
             print(" ".join(words), flush=True)
-            run = subprocess.run([sys.executable, "-m", "sparse_rl.cli", *words], stdout=file, stderr=file, check=False)
+            run = subprocess.run([sys.executable, *program, *words], stdout=file, stderr=file, check=False)
         if run.returncode:
             raise SystemExit(f"{log}: {log.read_text().strip().splitlines()[-1]}")
 
@@ -71,12 +76,12 @@ class Seed:
     slots: Semaphore
     small: bool
 
-    def train(self, name: str, recipe: str, *keys: str, start: str | None = QUICKSTART) -> str:
+    def train(self, name: str, recipe: str, *keys: str, start: str | None = QUICKSTART, late: int = 0) -> str:
         """Return the directory of the model that a training leaves."""
         place = self.folder / name
         words = ["train", recipe, f"output_dir={place}", f"seed={self.number}", *([f"model={start}"] if start else [])]
         small = ["max_steps=2"] * self.small
-        command(place / "model/config.json", *words, *keys, *small, slots=self.slots)
+        command(place / "model/config.json", *words, *keys, *small, slots=self.slots, late=late)
         return str(place / "model")
 
     def evaluate(self, name: str, model: str, *keys: str) -> Path:
@@ -94,12 +99,14 @@ class Arm:
     cache : cache of the evaluation, and of the training unless `keys` names another
     start : name or directory of the model of which the training starts, or an earlier arm; None: the recipe's
     recipe, keys : the training; without a recipe, the start is evaluated
+    late : number of updates by which the weights that sample are older than those that are trained
     """
 
     cache: Cache
     start: str | None = QUICKSTART
     recipe: str | None = None
     keys: tuple[str, ...] = ()
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class Study:
             cache = f"cache={json.dumps(arm.cache)}"
             if arm.recipe is not None:
                 cached = () if arm.recipe.endswith("sft") else (cache,)
-                model = seed.train(name, arm.recipe, *cached, *arm.keys, start=start)
+                model = seed.train(name, arm.recipe, *cached, *arm.keys, start=start, late=arm.late)
             models[name] = model
             assert model is not None
             row = {"arm": name, "seed": seed.number, "cache": arm.cache, **trained(seed.folder / name)}
@@ -394,6 +401,20 @@ def one_liners(seed: Seed) -> dict[str, Arm]:
     }
 
 
+def one_step_ahead(seed: Seed) -> dict[str, Arm]:
+    """Under an engine that is late, the gap is that of the updates, so the guard is off."""
+    cache, off = {"policy": "streaming", "sinks": 1, "budget": 40, "period": 8}, "replay_guard.enabled=false"
+    data = f"data.synthetic={synthetic(SUM, 20000, 'train', seed.number + 1)}"
+    corrections = {"none": (0, 1, 4), "token_truncate": (1, 4), "ppo": (1,)}
+    return {
+        f"{late} behind, {correction}": Arm(
+            *(cache, QUICKSTART, "quickstart/grpo", (data, *HF, off, f"importance_correction={correction}"), late)
+        )
+        for correction, behind in corrections.items()
+        for late in behind
+    }
+
+
 TWELVE_LABELS: dict[str, Any] = {"task": TWELVE, "longest": 280}
 RETROFIT: dict[str, Any] = {"control": "StreamingLLM+", **TWELVE_LABELS, "divergence": True}
 STUDIES = {
@@ -406,6 +427,7 @@ STUDIES = {
     "kvpop_larger": Study(lambda seed: retrofits(seed, 0.3, 1.25), **RETROFIT),
     "kvpop_few_notes": Study(lambda seed: retrofits(seed, 0.1), **RETROFIT),
     "distillation": Study(distillation, "80 steps of GRPO", problems=1024),
+    "one_step_ahead": Study(one_step_ahead, "0 behind, none", full=True),
     "one_liners": Study(one_liners, "Mismatched", "task: one_liners", 194, "code", 1024, full=True),
 }
 

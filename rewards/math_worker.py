@@ -7,7 +7,8 @@ G is the gold answer and A the answer to score. The kind of A is "box" if A is a
 one, or "text" if A is prose. {"ok": null} means that the request took longer than its limit in processor time: an alarm
 ended the process, which works even inside one long C call (10^10^10), and its parent starts the next one (workers.py).
 
-Answers are rewritten for math-verify, and what it would wrongly accept is refused: docs/rewards.md lists these guards.
+Answers are rewritten for math-verify, and what it would wrongly accept is refused: docs/rewards.md lists the main
+guards.
 """
 
 import json

@@ -83,6 +83,11 @@ class SamplingConfig(Configuration):
         return self.temperature > 0 and (self.top_p < 1 or self.top_k is not None or self.min_p > 0)
 
     @property
+    def distribution(self) -> dict[str, Any]:
+        """The settings of the distribution from which tokens are drawn."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+
+    @property
     def records_support(self) -> bool:
         """True if the traces of sampled sequences have the sections of supports (sparse_rl/trace/support.py)."""
         return self.record_support and self.truncated_support
@@ -155,6 +160,17 @@ class RolloutConfig(Configuration):
             "full_graphs": self.full_graphs,
             "exact": self.exact,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORolloutConfig(RolloutConfig):
+    """The sampling engine. The keys from kv_cache_gb to full_graphs apply only to vllm.
+
+    ahead : 1 samples the next batch while the present one trains, with weights that are then one update old; 0 samples
+        and trains in turns. 1 needs the engine server
+    """
+
+    ahead: Literal[0, 1] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

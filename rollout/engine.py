@@ -134,6 +134,8 @@ class Held(Protocol):
 
     @property
     def rollout(self) -> Rollout: ...
+    @property
+    def sampling(self) -> SamplingConfig: ...  # of its turns so far
 
 
 def requests_of_turns(turns: Sequence[Turn], sampling: SamplingConfig, vocabulary: int) -> list[Request]:
@@ -142,6 +144,11 @@ def requests_of_turns(turns: Sequence[Turn], sampling: SamplingConfig, vocabular
         raise UserError(f"each turn of a conversation is sampled once, but n is {sampling.n}")
     if shortest := [turn.max_tokens for turn in turns if turn.max_tokens < 1]:
         raise UserError(f"max_tokens of a turn must be >= 1, got {shortest[0]}")
+    for earlier in (turn.held.sampling.distribution for turn in turns if turn.held is not None):
+        if wrong := [name for name, value in sampling.distribution.items() if value != earlier[name]]:
+            name = wrong[0]  # a replay has one for all turns
+            was = f"{name} {earlier[name]}, but this one has {getattr(sampling, name)}"
+            raise UserError(f"the earlier turns of a conversation have {was}; go on with theirs, or begin it again")
     before = [[*r.prompt_ids, *r.completion_ids] if (r := t.held and t.held.rollout) else [] for t in turns]
     whole = [[*tokens, *turn.tokens] for tokens, turn in zip(before, turns, strict=True)]
     requests = requests_to_sample(whole, sampling, vocabulary)
@@ -202,7 +209,8 @@ class Engine(Protocol):
         token that has left the cache never returns. `held` is for the next turn, and is None if `keep` is False. It may
         be used more than once: each use goes on from the same cache.
 
-        Raises UserError for a conversation that another engine holds, or that began under other weights.
+        Raises UserError for a conversation that another engine holds, or that began under other weights or with another
+        temperature, top_p, top_k or min_p.
         """
         ...
 

@@ -89,11 +89,13 @@ class HeldConversation:
     """A conversation between two turns.
 
     cache : one row, in which the last sampled token is not yet
+    sampling : settings of its turns so far
     sampler : engine that holds it, and what identifies the engine's weights (`_sampler`)
     """
 
     rollout: Rollout
     cache: Cache
+    sampling: SamplingConfig
     sampler: tuple[HFEngine, int, str]
 
 
@@ -306,7 +308,7 @@ class HFEngine:
         with self._sampling(), sampling_stage(requests, self.progress) as shown:
             for part, start in starts:
                 for request, rollout, cache in self._wave(part[start : start + self.max_batch], sampling, shown, keep):
-                    held = HeldConversation(rollout, cache, sampler) if cache and sampler else None
+                    held = HeldConversation(rollout, cache, sampling, sampler) if cache and sampler else None
                     results[request.place] = rollout, held
                     shown.advance()
         return [results[place] for place in range(len(requests))]

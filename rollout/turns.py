@@ -14,25 +14,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollout.config import SamplingConfig
 from rollout.engine import Engine, Rollout, Turn
-from rollout.vllm.memory import turn_entries
-from sparse_rl.errors import StoppedError
+from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.policies.base import Policy
 from sparse_rl.trace import EvictionTrace
 
 Message = dict[str, Any]  # {"role": ..., "content": ..., "tool_calls": ...}, as chat templates read it
+RowTrace = EvictionTrace | tuple[tuple[int, EvictionTrace], ...]
+"""The trace of a conversation or, if turns were prefilled, (number of prompt tokens, trace) of each turn."""
 AT_ONCE = 256  # conversations whose tools run at the same time
 MOST_LATE = 16  # calls without an answer in time, in all, after which the run stops
-
-
-class TurnTrace(NamedTuple):
-    """A turn that was prefilled: its number of prompt tokens, and the trace of these and of what was sampled."""
-
-    prompt: int
-    trace: EvictionTrace
 
 
 @dataclass
@@ -63,15 +57,6 @@ class Conversation:
         """Token ids of prompt and turns, with the answers of tools."""
         return [*self.rollouts[-1].prompt_ids, *self.rollouts[-1].completion_ids] if self.rollouts else self.prompt
 
-    def next_turn(self, read: Sequence[int], max_tokens: int) -> Turn:
-        """Return the next turn, which first reads the tokens `read`: the prompt, or the answers of tools."""
-        whole = not self.kept or not self.rollouts
-        return Turn([*self.tokens, *read] if whole else list(read), max_tokens, self.held)
-
-    def add(self, rollout: Rollout, held: Any) -> None:
-        self.rollouts = [rollout] if self.kept else [*self.rollouts, rollout]
-        self.held, self.turns = held, self.turns + 1
-
     def last_turn(self) -> tuple[list[int], list[int]]:
         """Return the token ids before the last turn, and those that were sampled in it."""
         last = self.rollouts[-1]
@@ -87,11 +72,10 @@ class Conversation:
             whole = whole.then(read, *numbers, turn.trace, turn.finish_reason)
         return whole
 
-    def traces(self) -> EvictionTrace | tuple[TurnTrace, ...]:
-        """Return the trace of the conversation, or of each turn if turns were prefilled."""
+    def traces(self) -> RowTrace:
         if self.kept:
             return self.rollouts[-1].trace
-        return tuple(TurnTrace(len(turn.prompt_ids), turn.trace) for turn in self.rollouts)
+        return tuple((len(turn.prompt_ids), turn.trace) for turn in self.rollouts)
 
 
 def sample_turns(
@@ -106,10 +90,12 @@ def sample_turns(
     read : token ids that each conversation reads first
     limits : maximum number of tokens that each one samples
     """
-    turns = [c.next_turn(ids, most) for c, ids, most in zip(conversations, read, limits, strict=True)]
-    sampled = engine.converse(turns, sampling, keep=conversations[0].kept)
-    for conversation, (rollout, held) in zip(conversations, sampled, strict=True):
-        conversation.add(rollout, held)
+    kept, turns = conversations[0].kept, list[Turn]()
+    for one, ids, most in zip(conversations, read, limits, strict=True):
+        turns.append(Turn([*ids] if kept and one.rollouts else [*one.tokens, *ids], most, one.held))
+    for one, (rollout, held) in zip(conversations, engine.converse(turns, sampling, keep=kept), strict=True):
+        one.rollouts = [rollout] if kept else [*one.rollouts, rollout]
+        one.held, one.turns = held, one.turns + 1
 
 
 def turn_lengths(policy: Policy, prompt: int, completion: int) -> tuple[int, int]:
@@ -119,10 +105,20 @@ def turn_lengths(policy: Policy, prompt: int, completion: int) -> tuple[int, int
     policy : it says whether the cache is kept between turns
     prompt, completion : maximum numbers of tokens of the first prompt, and of all that follows it
     """
-    whole = prompt + completion
-    entries = turn_entries(policy, completion) if policy.config.turns == "kept" else None
-    reads = whole - 1 if entries is None else max(prompt, min(entries, whole - 1))  # None: it reads all tokens again
+    whole, schedule = prompt + completion, policy.schedule
+    reads = whole - 1  # all tokens, again or in a cache that holds them all
+    if policy.config.turns == "kept" and schedule.evicts and schedule.peak is not None:
+        entries = schedule.peak + completion * policy.reads_chunks  # the last sampled token is within the peak
+        reads = max(prompt, min(entries, reads))
     return reads, whole - reads
+
+
+def check_environments(environments: Any, rows: Any, key: str) -> None:
+    """Raise UserError if the column `environment` of a dataset has a name that a mapping of environments lacks."""
+    if isinstance(environments, Mapping):
+        named = set(rows["environment"]) if "environment" in rows.column_names else {None}
+        if wrong := sorted(map(repr, named - environments.keys())):
+            raise UserError(f"a row has environment {wrong[0]}, not one of {', '.join(environments)}", key)
 
 
 # ---- tools -----------------------------------------------------------------------------------------------------------
@@ -234,12 +230,15 @@ class ToolLoop:
         sample: Callable[[list[Conversation], list[list[int]], list[int]], None],
     ) -> list[int]:
         """Go on with conversations whose first turns were sampled. Returns the indices of those with a late tool.
+        Afterwards, the engine holds nothing of them.
 
         tools : the tools of each conversation by name
         sample : `sample_turns`, with an engine and settings
 
         Raises StoppedError after MOST_LATE late calls.
         """
+        for i, conversation in enumerate(conversations):
+            conversation.messages = [self.parse(i, *conversation.last_turn())]
         late: list[int] = []
         going = list(range(len(conversations)))
         for _ in range(self.rounds):
@@ -264,6 +263,8 @@ class ToolLoop:
             sample([conversations[i] for i in going], read, limits)
             for i in going:
                 conversations[i].messages.append(self.parse(i, *conversations[i].last_turn()))
+        for conversation in conversations:
+            conversation.held = None
         return late
 
     def _answers(
@@ -280,20 +281,14 @@ class ToolLoop:
             for thread in threads.values():
                 thread.start()
             for i, thread in threads.items():
-                self.calls += len(asked[i])
                 late = thread.late(self.seconds)
+                self.calls, self.late = self.calls + len(asked[i]), self.late + late
                 self.failures += thread.failures + late
                 conversations[i].failures += thread.failures + late
-                if late:
-                    self.late += 1
-                    self._stop_after_many(thread.calling)
-                else:
+                if not late:
                     answered[i] = thread.answers
+                elif self.late >= MOST_LATE:
+                    wrong = f"had no answer within {self.seconds:g} seconds, the last one to {thread.calling}"
+                    mend = "each leaves a thread that cannot be ended. Mend the tool, or raise tool_seconds"
+                    raise StoppedError(f"tools: {self.late} calls {wrong}; {mend}")
         return answered
-
-    def _stop_after_many(self, name: str) -> None:
-        if self.late >= MOST_LATE:
-            raise StoppedError(
-                f"tools: {self.late} calls had no answer within {self.seconds:g} seconds, the last one to {name}; each "
-                "leaves a thread that cannot be ended. Mend the tool, or raise tool_seconds"
-            )

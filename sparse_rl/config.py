@@ -7,7 +7,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
@@ -116,22 +116,21 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
     if why := _why_invalid(value):
         raise source.error(path, why)
     origin, args = get_origin(hint), get_args(hint)
-    mismatch = source.mismatch(path, hint, value)
     if origin is Annotated:
         try:
             value = coerce(value, args[0], path, source, promote=promote)
         except UserError as error:
-            raise error if error.key != path else mismatch from None
+            raise error if error.key != path else source.mismatch(path, hint, value) from None
         for rule in args[1:]:
             if not rule.holds(value):
                 raise source.mismatch(path, hint if rule is args[1] else Annotated[args[0], rule], value)
         return value
     if origin in (Union, types.UnionType):
-        return _coerce_union(value, args, path, source, mismatch)
+        return _coerce_union(value, hint, path, source)
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in args):
             close = f"; did you mean {near!r}?" if (near := nearest(value, map(str, args))) else ""
-            raise source.error(path, f"{mismatch.message}{close}", hint)
+            raise source.error(path, f"{source.mismatch(path, hint, value).message}{close}", hint)
         return value
     if isinstance(hint, type) and issubclass(hint, NamedConfiguration):
         return hint.from_block(value, path, source)
@@ -139,25 +138,25 @@ def coerce(value: Any, hint: Any, path: str, source: Source, *, promote: bool = 
         if isinstance(value, hint):
             return value
         if not isinstance(value, dict):
-            raise mismatch
+            raise source.mismatch(path, hint, value)
         return build(hint, value, path, source)
     if origin is list or hint is list:
         if not isinstance(value, list | tuple) and (value is None or not promote):
-            raise mismatch
+            raise source.mismatch(path, hint, value)
         if not isinstance(value, list | tuple):
             return [coerce(value, args[0] if args else Any, path, source)]
         item_hint = args[0] if args else Any
         return [coerce(item, item_hint, f"{path}[{i}]", source, promote=promote) for i, item in enumerate(value)]
     if origin is dict or hint is dict:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise mismatch
+            raise source.mismatch(path, hint, value)
         return {key: coerce(item, args[1] if args else Any, f"{path}.{key}", source) for key, item in value.items()}
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise source.error(path, f"expected a finite number, got {value}")
         return float(value)
     if hint in _NAMES and type(value) is not hint:
-        raise mismatch
+        raise source.mismatch(path, hint, value)
     return value
 
 
@@ -170,7 +169,9 @@ def _why_invalid(value: Any) -> str | None:
     return None
 
 
-def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source, mismatch: UserError) -> Any:
+def _coerce_union(value: Any, hint: Any, path: str, source: Source) -> Any:
+    members = get_args(hint)
+    mismatch: UserError | None = None
     if value is None and type(None) in members:
         return None
     rest = [member for member in members if member is not type(None)]
@@ -182,7 +183,7 @@ def _coerce_union(value: Any, members: Sequence[Any], path: str, source: Source,
                 raise
             if not isinstance(error, Misplaced) or error.hint != member:  # the value violates a bound of this member
                 mismatch = error
-    raise mismatch
+    raise mismatch or source.mismatch(path, hint, value)
 
 
 # ---- dataclasses -------------------------------------------------------------------------------------------

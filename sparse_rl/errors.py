@@ -19,7 +19,8 @@ MOST_LISTED = 160  # maximum characters of a list of valid names; of a longer li
 
 def one_line(text: object, most: int = LONGEST) -> str:
     """Return a text as one line of printable characters; the middle of a text longer than `most` is left out."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(str(text).split()))
+    line = " ".join(str(text).split())
+    line = line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     return line if len(line) <= most else f"{line[: most * 3 // 4]} ... {line[len(line) - most // 5 :]}"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import gc
+import importlib.metadata
 import signal
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from sparse_rl.trace import SECTIONS, EvictionTrace, Section
 
 # `nohup` makes this process and its children ignore the signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.disable()  # until all tests are collected: each pass would walk through all that has been imported
+# accelerate reads PEFT's each time that it looks at a model, which is a tenth of a tiny training
+importlib.metadata.metadata = cache(importlib.metadata.metadata)
 
 
 @pytest.fixture(scope="session")
@@ -178,6 +183,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, item in enumerate(of_test):
             if place not in run:
                 item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Exclude imported modules and collected tests from garbage collection, of which Trainer and vLLM order much."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries report a leak when the interpreter ends
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

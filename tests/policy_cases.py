@@ -15,5 +15,4 @@ UNCALIBRATED = ["phi3", "glm4", "glm4_moe", "smollm3", "ministral3", *HYBRID]
 SAMPLED = [name for name in CONFIGS if name not in (*LEARNED, *PAGED, *PRESSED, *CALIBRATED)]
 ON_VLLM = [name for name in SAMPLED if name != "lined"]  # the number of entries of this policy keeps growing
 BOUNDED = [name for name in SAMPLED if "budget" in accepted_parameters(name)]
-GROWING = [name for name in BOUNDED if name != "am"]  # their budgets may grow with the tokens seen
 EVICTING = [name for name in SAMPLED if name != "full"]

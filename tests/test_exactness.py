@@ -12,7 +12,7 @@ import pytest
 import torch
 from dense_matched import dense_logprobs
 from judging import gap, wrong_routes, wrong_traces, wrong_windows
-from policy_cases import CALIBRATED, GROWING, SAMPLED, UNCALIBRATED
+from policy_cases import BOUNDED, CALIBRATED, SAMPLED, UNCALIBRATED
 from tiny import centred
 
 from rollout import SamplingConfig, make_engine
@@ -98,7 +98,7 @@ def test_replay_equals_sampling(policy_name, period, model_name, model_of, polic
 
 
 @pytest.mark.parametrize("model_name", [*FIRST, *TRAINED])
-@pytest.mark.parametrize(("policy_name", "period"), [*((name, 8) for name in GROWING), ("gkv", 1), ("streaming", 1)])
+@pytest.mark.parametrize(("policy_name", "period"), [*((name, 8) for name in BOUNDED), ("gkv", 1), ("streaming", 1)])
 @pytest.mark.few(4)
 def test_replay_equals_sampling_under_a_budget_that_grows(
     policy_name, period, model_name, model_of, policy_of, prompts_of, tally

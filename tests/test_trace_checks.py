@@ -72,20 +72,20 @@ def context(rng: random.Random, prompt: int, length: int) -> Sections:
 
 def refitted(rng: random.Random, prompt: int, length: int) -> Sections:
     """Return a record of Attention Matching, with the number of entries between sinks and window that each compaction
-    keeps.
+    keeps; under a budget that grows, the number is 0.
     """
     sinks, window, kept_count, period = rng.randint(0, 2), rng.randint(0, 3), rng.randint(1, 3), rng.randint(1, 4)
-    budget = sinks + window + kept_count
+    budget, grows = sinks + window + kept_count, rng.random() < 0.3
     times = [seen for seen in range(max(prompt, budget + period), length - 1, period)]
     evict_at = torch.full((LAYERS, HEADS, length), NEVER, dtype=torch.int32)
     for row in evict_at.flatten(0, 1):
-        for now in times:
+        for place, now in enumerate(times):
             middle = [t for t in range(sinks, now - window) if row[t] == NEVER]
-            for token in rng.sample(middle, len(middle) - kept_count):
+            for token in rng.sample(middle, len(middle) - kept_count - (place if grows else 0)):
                 row[token] = now
     most = times[0] if times else 9
     queries = rng.choice([rng.randint(1, most), most, most])
-    settings = tensor([sinks, window, kept_count, queries, 0.1, rng.randint(0, 1), 0], torch.float64)
+    settings = tensor([sinks, window, 0 if grows else kept_count, queries, 0.1, rng.randint(0, 1), 0], torch.float64)
     return {"evict_at": evict_at, "refit_with": settings, "refit_at": tensor(times)}
 
 
@@ -217,21 +217,28 @@ def possible(sections: Mapping[str, torch.Tensor], prompt: int) -> bool:
         sinks, window, kept_count, asked, ridge, *flags = further["refit_with"]
         times = further["refit_at"]
         if any(not 0 <= n < NEVER or n != int(n) for n in (sinks, window, kept_count, asked)) or not (
-            kept_count and asked and ridge > 0
+            asked and ridge > 0
         ):
             return False
+        least: float = sinks + window + 1  # number of entries that a compaction leaves, if the budget grows
         if any(flag not in (0, 1) for flag in flags) or times != sorted(set(times)):
             return False
         if any(now not in queries or now < max(prompt, asked) for now in times):
             return False
         if {at for row in heads for at in row} - {*times, NEVER}:
             return False
-        for row in heads:
-            for now in times:
+        for now in times:
+            counts = set[float]()
+            for row in heads:
                 held = [t for t in tokens if t < now < row[t]]
                 around = {t for t in tokens if t < now and (t < sinks or t >= now - window)}
-                if not around <= set(held) or len(held) != sinks + window + kept_count:
+                if not around <= set(held):
                     return False
+                counts.add(len(held))
+            expected = {sinks + window + kept_count} if kept_count else {max([least, *counts])}
+            if counts != expected:
+                return False
+            (least,) = counts
     if names & SUPPORTS and not names >= SUPPORTS:
         return False
     if names & SUPPORTS and not possible_supports(further, prompt, sections["support_bits"].shape[1]):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 import torch
 from torch.nn import Linear
+from trl import import_utils
 
 from sparse_rl.attention.config import ATTENTION_KERNELS
 from sparse_rl.attention.startup import choose_kernel
@@ -23,6 +24,17 @@ from trainer.memory import adapted_modules, lora_parameters
 from trainer.options import check_options, instead
 
 T = TypeVar("T")
+
+
+@contextmanager
+def without_vllm() -> Iterator[None]:
+    """Import TRL's GRPOTrainer without vLLM, which would take ten seconds and is needed only if TRL itself samples."""
+    installed = import_utils.is_vllm_available
+    import_utils.is_vllm_available = lambda min_version=None: False
+    try:
+        yield
+    finally:
+        import_utils.is_vllm_available = installed
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from errno import EACCES, EAGAIN, EDQUOT, ENOSPC
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -231,7 +232,8 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     named = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

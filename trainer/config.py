@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from rollout.config import RolloutConfig
+from rollout.config import GRPORolloutConfig, RolloutConfig
 from rollout.context.config import PromptCacheConfig
 from sparse_rl.attention.config import AttentionKernel
 from sparse_rl.config import (
@@ -442,7 +442,7 @@ class SFTConfig(Configuration):
 
 
 Loss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
-Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Correction = Literal["none", "ppo", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,7 +489,8 @@ class SparseGRPOConfig(Configuration):
     train_attention : `replay` applies the recorded evictions in training. `full` attends to all tokens, as the sampler
         did not; it is meant for comparison, and with `rejection` for training a model with a full cache
     importance_correction : use of the importance ratio p_trainer / p_sampler in the loss: truncated or masked, per
-        token or per sequence. With `none` the loss has no such ratio, and the old log-probs are the trainer's own
+        token or per sequence. With `none` the loss has no such ratio, and the old log-probs are the trainer's own.
+        With `ppo` they are the sampler's, so that PPO clips this ratio
     importance_clip : value above which importance_correction truncates or masks the ratio
     zero_truncated_advantages : give advantage 0, and therefore no gradient, to outputs that reach max_completion_length
     uniform_groups : groups without reward variance have advantage 0; `drop` also excludes them from the loss's mean
@@ -529,10 +530,41 @@ class SparseGRPOConfig(Configuration):
             mend = "drop needs beta 0, and loss_type grpo or sapo, which average over responses"
             raise UserError(mend, "uniform_groups")
 
+    @property
+    def weighs(self) -> bool:
+        """True if the loss is multiplied by the importance ratio."""
+        return self.importance_correction not in ("none", "ppo")
+
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise UserError if an option of TRL (name -> value) contradicts these settings."""
         if self.uniform_groups == "drop" and options.get("multi_objective_aggregation") == "normalize_then_sum":
             raise UserError("drop needs multi_objective_aggregation sum_then_normalize", "uniform_groups")
+
+
+def check_ahead(
+    rollout: RolloutConfig | None, grpo: SparseGRPOConfig, accumulation: int, steps: int, *, served: bool, tools: bool
+) -> None:
+    """Raise UserError if `rollout.ahead` is 1 and a generation cannot be sampled while the one before it trains.
+
+    accumulation : number of micro-batches of an update
+    steps : number of micro-batches of a pass over a generation
+    served : True if the engine samples elsewhere, with weights of its own
+    tools : True if conversations with tools are sampled
+    """
+    if not isinstance(rollout, GRPORolloutConfig) or not rollout.ahead:
+        return
+    length = steps * grpo.num_iterations
+    if not served:
+        wrong = "1 needs an engine that samples on other machines or GPUs; set rollout.engine: server"
+    elif tools:
+        wrong = "the turns of conversations with tools are sampled in step with the training; set 0"
+    elif grpo.importance_correction == "none":
+        wrong = "1 samples with older weights, so the loss needs their ratio; set importance_correction: token_truncate"
+    elif length % accumulation and accumulation % length:
+        wrong = f"1 needs whole updates of {accumulation} micro-batches in a generation of {length}, or the reverse"
+    else:
+        return
+    raise UserError(wrong, "rollout.ahead")
 
 
 def check_turns(

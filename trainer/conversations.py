@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from trl import GRPOTrainer
 from trl import chat_template_utils as templates
 from trl.trainer.utils import start_event_loop_in_daemon
 
@@ -23,6 +22,11 @@ from rollout.engine import Engine
 from rollout.sampling import NotFiniteLogprobError
 from rollout.turns import Conversation, ToolLoop, sample_turns
 from sparse_rl.errors import UserError, reason
+from trainer.arguments import without_vllm
+from trainer.grpo.turns import parsing_template
+
+with without_vllm():
+    from trl import GRPOTrainer
 
 
 @dataclass
@@ -52,14 +56,11 @@ class ToolUse:
     loop: Any = None
 
     def __post_init__(self) -> None:
-        tokenizer, options = self.tokenizer, {} if self.thinking is None else {"enable_thinking": self.thinking}
-        if not any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
-            tokenizer = templates.add_response_schema(tokenizer)
-        kept = templates.is_chat_template_prefix_preserving(tokenizer)
-        template = None if kept else templates.get_training_chat_template(tokenizer)
-        self.rendering: Any = SimpleNamespace(chat_template=template, chat_template_kwargs=options)
-        self.rendering.processing_class = self.rendering._tokenizer = tokenizer
-        self.rendering._is_vlm = False  # all that TRL's method reads of its trainer
+        options = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        names = {"processing_class": self.tokenizer, "_tokenizer": self.tokenizer, "_is_vlm": False}
+        template = parsing_template(self.tokenizer, "tools")
+        # all that TRL's method for the tokens around answers reads of its trainer
+        self.rendering: Any = SimpleNamespace(chat_template=template, chat_template_kwargs=options, **names)
 
     def prompts(self) -> list[list[int]]:
         """Return the prompt of each row as token ids, with schemas of tools and what an environment's reset adds."""
@@ -68,9 +69,6 @@ class ToolUse:
     def converse(self, engine: Engine, places: Sequence[int], sampling: SamplingConfig) -> list[Conversation]:
         """Sample `sampling.n` conversations about each of some rows, row by row. The next call uses their environments
         again; that of a conversation with a late tool is None."""
-        if not hasattr(engine, "converse"):
-            name = type(engine).__name__
-            raise UserError(f"the engine {name} samples no conversations of several turns; use hf", "rollout.engine")
         used, kept = Counter[Any](), engine.policy.config.turns == "kept"
         begun = [self._begin(self.rows[place], used, kept) for place in places for _ in range(sampling.n)]
         conversations, tools = [one for one, _ in begun], [named for _, named in begun]
@@ -87,8 +85,6 @@ class ToolUse:
             return templates.parse_response(self.rendering._tokenizer, ids, prefix=before, tools=schemas)
 
         sample(conversations, [[] for _ in begun], [self.longest] * len(begun))
-        for place, conversation in enumerate(conversations):
-            conversation.messages = [parse(place, *conversation.last_turn())]
         if self.loop is None and any(inspect.iscoroutinefunction(tool) for some in tools for tool in some.values()):
             self.loop = start_event_loop_in_daemon("tools")[1]
         suffix: Any = lambda answers: GRPOTrainer._get_tool_suffix_ids(self.rendering, answers)  # noqa: E731
@@ -100,8 +96,6 @@ class ToolUse:
                 pool[:] = [one for one in pool if one is not conversations[place].environment]
             conversations[place].environment = None
         self.late = talk.late
-        for conversation in conversations:
-            conversation.held = None
         return conversations
 
     def _begin(

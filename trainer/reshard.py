@@ -2,8 +2,9 @@
 
 An update keeps its number of rows. A copy of the checkpoint is made for the new launch, and is removed when the run has
 loaded it. What each process has of its own is merged and dealt out again: rows of GRPO's buffer so that each update
-keeps its rows, and random states by turns. DeepSpeed's part becomes a universal checkpoint, which DeepSpeed loads after
-three corrections (`_universal` and `settle`). Imports no large packages at the top.
+keeps its rows, those of its next generation in their order, and random states by turns. DeepSpeed's part becomes a
+universal checkpoint, which DeepSpeed loads after three corrections (`_universal` and `settle`). Imports no large
+packages at the top.
 """
 
 from __future__ import annotations
@@ -125,7 +126,11 @@ def spread(states: Sequence[dict[str, Any]], then: Layout, now: Layout) -> list[
     own = [first if rank == 0 else others for rank in range(now.processes)]
     if "buffer" not in first:
         return own
-    return [{**state, "buffer": buffer} for state, buffer in zip(own, buffers, strict=True)]
+    rows = [row for state in states for row in state.get("ahead", {}).get("rows", ())]  # a process has successive rows
+    share = len(rows) // now.processes
+    parts = [rows[rank * share : (rank + 1) * share] for rank in range(now.processes)]
+    coming = [{**first["ahead"], "rows": part} if rows else {} for part in parts]
+    return [{**state, "buffer": buffer, "ahead": one} for state, buffer, one in zip(own, buffers, coming, strict=True)]
 
 
 def _dealt(buffers: Sequence[list[dict[str, Any]]], then: Layout, now: Layout) -> list[list[dict[str, Any]]]:

@@ -51,18 +51,20 @@ def wandb_offline_without_key(folder: Path) -> bool:
 def _without_login() -> str | None:
     """Return the reason why W&B has no login, or None if a user is logged in or no server is used.
 
-    W&B itself looks up the server and the key. Without `silent`, W&B would contact the server to print the user's name.
-    WANDB_SILENT also silences a line about the settings file, which W&B prints before it reads `silent`. W&B is torn
-    down afterwards, because it would ignore a WANDB_MODE that is set later.
+    W&B itself looks up the server and the key; its process is not needed, and not started. Without `silent`, W&B would
+    contact the server to print the user's name. WANDB_SILENT also silences a line about the settings file, which W&B
+    prints before it reads `silent`. W&B is torn down afterwards, because it would ignore a WANDB_MODE set later.
     """
     try:
         import wandb
+        from wandb.sdk import wandb_setup
 
         if wandb.run is not None:  # the caller's own run, which the training joins
             return None
         with patch_environment(WANDB_SILENT="true"):
             try:
-                settings = wandb.setup(wandb.Settings(silent=True)).settings
+                settings = wandb_setup.singleton().settings
+                settings.silent = True
                 if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
                     return None
                 return f"nobody is logged in to Weights & Biases at {settings.base_url}"

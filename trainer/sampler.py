@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from rollout.config import SAMPLE_LIVE, RolloutConfig
+from rollout.config import SAMPLE_LIVE, GRPORolloutConfig, RolloutConfig
 from rollout.context.config import PromptCacheConfig, TrainedPromptCache
 from rollout.context.engine import CompactingEngine
 from rollout.context.reader import ContextPrompts
@@ -69,7 +69,9 @@ class SamplerSettings:
             raise UserError("the given engine has a policy of its own; remove cache", "cache")
         if isinstance(rollout, Mapping | None):
             rollout = {"engine": "hf", **(rollout or {})}
-        rollout = cast(RolloutConfig, coerce(rollout, RolloutConfig, "rollout", Source()))
+        if not isinstance(rollout, RolloutConfig):
+            hint = GRPORolloutConfig if args.kind == "grpo" else RolloutConfig
+            rollout = cast(RolloutConfig, coerce(rollout, hint, "rollout", Source()))
         if prompt_cache is not None and not isinstance(prompt_cache, PromptCacheConfig):
             prompt_cache = cast(PromptCacheConfig, coerce(prompt_cache, TrainedPromptCache, "prompt_cache", Source()))
         if engine is not None and prompt_cache is not None:

@@ -138,12 +138,13 @@ def entry_counts(rollout: Rollout, policy: Policy | None) -> dict[str, float | N
     return {"peak_entries": peak, "read_entries": read, **means}
 
 
-def turn_counts(turns: Sequence[Rollout]) -> dict[str, float | None]:
-    """Count the cache entries of a conversation from its traces: peaks are those of the turn that held the most.
+def turn_counts(turns: Sequence[Rollout], policy: Policy | None) -> dict[str, float | None]:
+    """Count the cache entries of a conversation: peaks are those of the turn that held the most.
 
     turns : the rollout of each turn if turns were prefilled, else the one of the whole conversation
+    policy : the policy. If it reads chunks, only traces tell what a query in a chunk reads: more than its schedule says
     """
-    counts = [entry_counts(turn, None) for turn in turns]
+    counts = [entry_counts(turn, None if policy is None or policy.reads_chunks else policy) for turn in turns]
     peaks: dict[str, Any] = {name: max(one[name] or 0 for one in counts) for name in counts[0]}
     fed = [len(turn.completion_ids) - 1 for turn in turns]
     entries = sum((one["mean_entries"] or 0) * n for one, n in zip(counts, fed, strict=True))
@@ -344,7 +345,7 @@ class TaskPoint(Point):
                     **({"further_rewards": rewards} if further else {}),
                     **summary(rollout),
                     "prompt_tokens": len((talks[i].rollouts[-1] if talks else rollout).prompt_ids),
-                    **(turn_counts(talks[i].rollouts) if talks else entry_counts(rollout, policy)),
+                    **(turn_counts(talks[i].rollouts, policy) if talks else entry_counts(rollout, policy)),
                     **({"turns": talks[i].turns, "tool_failures": talks[i].failures} if talks else {}),
                     **({} if scored is None else scored[i]),
                     "seconds": seconds / len(rollouts),

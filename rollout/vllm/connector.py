@@ -31,7 +31,8 @@ from rollout.context.cache import Context, load_context
 from rollout.vllm.arrivals import ArrivalState
 from rollout.vllm.compat import arguments, paged
 from rollout.vllm.memory import most_holders
-from rollout.vllm.scheduler import ASKED, DONE, HOLDING, KEPT, Holder, own_setting, refuse_cache
+from rollout.vllm.scheduler import ASKED, DONE, HOLDING, KEPT, Holder, own_setting, refuse_cache, reset_after_rpc
+from rollout.vllm.served import Conversations, ReadsSingly
 from rollout.vllm.state import Begun, Behind, CacheState, Due, Finished, Kept
 from sparse_rl.errors import UserError
 from sparse_rl.methods.am.policy import BIAS
@@ -45,6 +46,7 @@ class Step(KVConnectorMetadata):
     ended : first blocks of requests that no longer run; read before `begun`, which may reuse a block. All are read
         before the forward pass (worker.py), `due` after it
     released : ids of holders whose last sample begins in this step, or will never begin
+    let_go : names of conversations whose entries are not kept any longer; read after `begun`
     """
 
     finished: list[Finished] = field(default_factory=list)
@@ -52,6 +54,7 @@ class Step(KVConnectorMetadata):
     begun: list[Begun] = field(default_factory=list)
     due: list[Due] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    let_go: list[int] = field(default_factory=list)
 
 
 class EvictionConnector(KVConnectorBase_V1):
@@ -72,9 +75,15 @@ class EvictionConnector(KVConnectorBase_V1):
         self.running: dict[str, Begun] = {}
         self.groups: dict[str, Holder] = {}  # name of a group of which a sample waits -> its holder
         self.state: CacheState
+        self.conversations: Conversations | None = None  # of a server
+        self.mixed: set[str] = set()  # running requests that began before `reset_cache`
         if role == KVConnectorRole.SCHEDULER:
             HOLDING.clear()  # an interrupted run of an engine that was closed may have left some
             KEPT.clear()
+            if config.kept:
+                block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+                self.conversations = Conversations(config.policy, vllm_config, block, config.kept)
+                reset_after_rpc()
 
     # ---- the worker's side ----------------------------------------------------------------------------------------
 
@@ -122,10 +131,9 @@ class EvictionConnector(KVConnectorBase_V1):
         """Return the number of tokens that a sample copies from its holder, or whose entries a conversation has kept;
         None if the request must wait: a sample for its holder, a holder for another one to end.
         """
-        if (named := own_setting(request, "kept")) is not None:
-            kept = Kept(*named)
-            # one that was preempted reads its tokens at once, because vLLM ends it before it samples (scheduler.py)
-            KEPT[request.request_id] = replace(kept, prompt=0) if request.num_preemptions else kept
+        KEPT.pop(request.request_id, None)  # of an earlier attempt
+        if (kept := self._kept(request)) is not None:
+            KEPT[request.request_id] = kept
             return kept.seen, False
         if (holder := self.groups.get(own_setting(request, "holds"))) is not None:
             if request.request_id not in HOLDING and len(HOLDING) >= self.most_holders:
@@ -134,6 +142,20 @@ class EvictionConnector(KVConnectorBase_V1):
         elif (holder := self._awaited(request)) is not None:
             return (None if holder.blocks is None else holder.tokens), False
         return 0, False
+
+    def _kept(self, request: Any) -> Kept | None:
+        """Return the cache that a request goes on from, if any."""
+        kept, owner = None, own_setting(request, "owner")
+        whole = request.num_preemptions or request.skip_reading_prefix_cache
+        if (named := own_setting(request, "kept")) is not None:
+            kept = Kept(*named)
+        elif self.conversations is not None and owner is not None and not whole:
+            kept = self.conversations.longest(owner, request.prompt_token_ids)
+        if kept is not None and kept.prompt:
+            if request.num_preemptions:  # vLLM ends it before it samples (scheduler.py), so it reads all at once
+                return replace(kept, prompt=0)
+            request.__class__ = ReadsSingly
+        return kept
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note that a request was admitted. After a preemption, all its tokens are prefilled again, densely."""
@@ -187,12 +209,27 @@ class EvictionConnector(KVConnectorBase_V1):
             holder.tokens, holder.blocks = 0, []  # it failed or was aborted; samples that do not end prefill the prompt
         elif (holder := self._awaited(request)) is not None:
             self._leave(holder)
-        if (name := own_setting(request, "keep")) is not None and request.status in DONE:
+        name, owner = own_setting(request, "keep"), own_setting(request, "owner")
+        if (name, owner) != (None, None) and request.status in DONE:
             begun = self.running[request.request_id]
             held = self.schedule.held(begun.prompt, request.num_tokens - 1 - begun.gone)
-            self.step.finished.append(Finished(name, self._filled(block_ids, held)))
+            if self.conversations is not None and request.request_id not in self.mixed:
+                name, let_go = self.conversations.add(owner, request.all_token_ids, held, begun.prompt)
+                self.step.let_go += let_go
+            if name is not None:
+                self.step.finished.append(Finished(name, self._filled(block_ids, held)))
+        self.mixed.discard(request.request_id)
         self._end(request.request_id)
         return False, None
+
+    def reset_cache(self) -> bool:
+        """Let go of all conversations of a server, and keep none that has begun. vLLM calls this to clear its caches,
+        and `reset_after_rpc` when the weights may have changed.
+        """
+        if self.conversations is not None:
+            self.step.let_go += self.conversations.clear()
+            self.mixed |= self.running.keys()
+        return True
 
     def _awaited(self, request: Any) -> Holder | None:
         """Return the holder of a sample that has never begun."""

@@ -8,7 +8,7 @@ the whole conversation again, of which vLLM's prefix caching may still have the 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
 
@@ -30,12 +30,14 @@ NAMES = count(1)
 class KeptConversation:
     """A conversation between two turns. `rollout`, `evict_at` and `entries` are set when the turn before has ended.
 
+    sampling : settings of its turns so far
     name : name of the entries in the workers
     lost : True if the workers no longer have them
     evict_at : int32 [L, Hkv, S], the evictions of `rollout`, also those that no query could observe so far
     entries : number of entries per kv head
     """
 
+    sampling: SamplingConfig
     name: int = field(default_factory=NAMES.__next__)
     lost: bool = False
     rollout: Rollout = field(init=False)
@@ -66,17 +68,8 @@ class TurnRequest(Request):
 
     @property
     def singly(self) -> bool:
-        """True if `answer` is forced, token by token, before the turn is sampled: the schedule counts tokens."""
+        """True if `answer` is read token by token (served.py): the schedule counts tokens."""
         return self.held is not None and not self.policy.reads_chunks
-
-    @property
-    def forced_first(self) -> int:
-        """Number of tokens that the request is forced to take before the turn's first one is sampled."""
-        return len(self.answer) if self.singly else 0
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt[: self.held.seen + 1] if self.singly else self.prompt
 
     @property
     def gone(self) -> int:
@@ -90,8 +83,8 @@ class TurnRequest(Request):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings for the scheduler and the sampler."""
-        settings: dict[str, Any] = {"read": self.answer} if self.singly else {}
+        """The settings for the scheduler."""
+        settings: dict[str, Any] = {}
         if self.policy.schedule.evicts and self.next is not None:
             settings["keep"] = self.next.name
         if self.policy.schedule.evicts and self.held is not None:
@@ -110,10 +103,10 @@ class TurnRequest(Request):
     ) -> Rollout:
         """Return the rollout of the whole conversation, and set `next`.
 
-        tokens, logprobs, model_logprobs : what the request has sampled, after the tokens that it was forced to take
+        tokens, logprobs, model_logprobs : what the request has sampled
         evict_at, sections : the record of this turn, for all S tokens of the conversation
         """
-        forced, length = self.forced_first, evict_at.shape[-1]
+        length = evict_at.shape[-1]
         before: Rollout | None = None if self.held is None else self.held.rollout
         prompt = len(self.prompt if before is None else before.prompt_ids)
         if before is not None:
@@ -121,7 +114,7 @@ class TurnRequest(Request):
             evict_at[..., :earlier] = torch.minimum(evict_at[..., :earlier], self.held.evict_at)
             sections = _after(before.trace.further, sections, earlier, length)
         trace = EvictionTrace.recorded(evict_at, {**self.policy.further(prompt, length), **sections})
-        numbers = tokens[forced:], logprobs[forced:], model_logprobs[forced:], trace, finish_reason
+        numbers = tokens, logprobs, model_logprobs, trace, finish_reason
         rollout = Rollout(self.prompt, *numbers) if before is None else before.then(self.answer, *numbers)
         if self.next is not None:
             read = prompt if self.singly else len(self.prompt) - self.gone
@@ -162,7 +155,6 @@ def turn_requests(
             raise UserError("a conversation is lost when the engine takes new weights or sleeps; begin it again")
     requests = []
     for given in requests_of_turns(turns, sampling, vocabulary):
-        next_turn = KeptConversation() if keep else None
-        request = TurnRequest(**vars(given), policy=policy, next=next_turn)
-        requests.append(replace(request, max_tokens=request.max_tokens + request.forced_first))
+        next_turn = KeptConversation(sampling) if keep else None
+        requests.append(TurnRequest(**vars(given), policy=policy, next=next_turn))
     return requests

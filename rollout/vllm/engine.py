@@ -267,7 +267,6 @@ class VLLMEngine:
 
         stop = stop_tokens(sampling, self.generation_config, self.config)
         engine = self.llm.llm_engine
-        forced_first = {r.place: r.forced_first for r in requests if isinstance(r, TurnRequest)}
         sampled: dict[int, Any] = {}
         added: list[str] = []
 
@@ -306,7 +305,7 @@ class VLLMEngine:
                         if place < 0 or sequence.stop_reason == "preempted":  # scheduler.py
                             continue
                         if sequence.finish_reason == "error":
-                            step = max(len(sequence.token_ids) - forced_first.get(place, 0), 0)
+                            step = len(sequence.token_ids)
                             raise NotFiniteLogprobError(*divmod(place, sampling.n), step, self.dtype)
                         sampled[place] = sequence
                         stage.advance()

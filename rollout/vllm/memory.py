@@ -78,27 +78,22 @@ def _per_request(policy: Policy, config: Any, itemsize: int, tensor_parallel: in
     return layers * (queries + sum(value.nbytes for value in memory))
 
 
-def turn_entries(policy: Policy, answer: int) -> int | None:
-    """Return the maximum number of entries that a conversation holds while it reads `answer` tokens between two turns,
-    which `max_prompt` must allow; None if the cache does not evict, so that it holds the conversation.
-    """
-    schedule = policy.schedule
-    if not schedule.evicts or schedule.peak is None:
-        return None
-    return schedule.peak + answer * policy.reads_chunks  # the last sampled token, which comes first, is within the peak
-
-
 def kept_bytes(policy: Policy, config: Any, conversations: int, *, itemsize: int, cuda: bool) -> int:
     """Return the bytes of host memory, in all workers together, of kept conversations. While a turn is sampled, the
     workers have the entries over which it is sampled, and those that it leaves.
     """
-    if (peak := policy.schedule.peak) is None or not policy.schedule.evicts:
+    if (peak := policy.schedule.peak) is None or not policy.schedule.evicts:  # vLLM refuses a cache without a peak
         return 0
-    layers, kv_heads, head_dim = cache_shape(config)
     block = BLOCK["cuda" if cuda else "cpu"]
-    entries = -(-(peak - 1) // block) * block
+    return 2 * conversations * conversation_bytes(policy, config, peak - 1, itemsize=itemsize, block=block)
+
+
+def conversation_bytes(policy: Policy, config: Any, entries: int, *, itemsize: int, block: int) -> int:
+    """Return the bytes of host memory, in all workers together, of a kept conversation with `entries` per kv head."""
+    layers, kv_heads, head_dim = cache_shape(config)
+    entries = -(-entries // block) * block
     unit = cache_bytes(entries, layers, kv_heads, head_dim, itemsize) + layers * kv_heads * entries * _per_entry(policy)
-    return 2 * conversations * (unit + _per_request(policy, config, itemsize))
+    return unit + _per_request(policy, config, itemsize)
 
 
 def wide_head(head_dim: int, on_cpu: bool) -> int:

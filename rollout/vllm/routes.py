@@ -13,7 +13,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -81,13 +81,22 @@ class RolloutServer:
             max_batch=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
         )
-        self.version = 0
+        self.version = self.recorded = 0
+        self.scorers: dict[str, list[str]] | None = None  # their digests
         self.running = self.waiting = 0  # sequences
         self.updating = False
-        self.changed = asyncio.Condition()  # of the four values above
+        self.changed = asyncio.Condition()  # of the version and the three values above
         self.free: list[int] = []  # places that were given out before, and are not in use
         self.places = 0  # places that were ever given out
         self.tasks: set[asyncio.Task[None]] = set()
+
+    async def tell(self) -> About:
+        """Return the answer to GET /rollouts. It does not wait for the workers, except for scorers after an update."""
+        if self.scorers is None:
+            ranks = await self.engine.collective_rpc("scorer_digests")
+            self.scorers = {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
+        numbers = {name: getattr(self, name) for name in ("version", "running", "waiting", "recorded", "scorers")}
+        return replace(self.about, **numbers)
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
@@ -119,8 +128,8 @@ class RolloutServer:
         async with self.changed:
             self.waiting += count
             try:
-                ready = self.changed.wait_for(lambda: not self.updating and self.version >= version)
-                await asyncio.wait_for(ready, PATIENCE)
+                async with asyncio.timeout(PATIENCE):
+                    await self.changed.wait_for(lambda: not self.updating and self.version >= version)
             except TimeoutError:
                 pass
             finally:
@@ -151,7 +160,7 @@ class RolloutServer:
             done = [row for row in rows if row[2] is not None]
             lengths = {place: len(request.prompt) + len(output.token_ids) for place, request, output in done}
             lost = [place for place in ours if place not in lengths]
-            ranks = await self.engine.collective_rpc("take_rollouts", args=(lengths, lost))
+            ranks = await self._take(lengths, lost)
         except BaseException as error:
             task = asyncio.create_task(self._forget(ours))  # also if this task is cancelled
             self.tasks.add(task)
@@ -163,9 +172,14 @@ class RolloutServer:
             lambda: {request.place: self._answer(request, output, results) for (_, request, output), results in pairs}
         )
 
+    async def _take(self, lengths: dict[int, int], forgotten: list[int]) -> list[list[Result]]:
+        ranks, counts = zip(*await self.engine.collective_rpc("take_rollouts", args=(lengths, forgotten)), strict=True)
+        self.recorded = sum(counts)
+        return list(ranks)
+
     async def _forget(self, places: list[int]) -> None:
         await self.engine.abort([str(place) for place in places])
-        await self.engine.collective_rpc("take_rollouts", args=({}, places))
+        await self._take({}, places)
         self.free += places
 
     async def _one(self, place: int, request: Request, asked: Asked) -> Any:
@@ -224,7 +238,7 @@ class RolloutServer:
             try:
                 self.version = -1
                 await self.engine.collective_rpc("serve_weights", args=(path, version))
-                self.version = version
+                self.version, self.scorers = version, None
             finally:
                 await self.engine.resume_generation()
         finally:
@@ -260,9 +274,7 @@ def attach(app: Any, engine: Any) -> None:
 
     @router.get("/rollouts")
     async def about() -> Response:
-        (version, recorded), *_ = await engine.collective_rpc("serving")
-        values = {"version": version, "running": server.running, "waiting": server.waiting, "recorded": recorded}
-        return JSONResponse({**asdict(server.about), **values})
+        return JSONResponse(asdict(await server.tell()))
 
     async def answer(_: Any, raw_request: HttpRequest) -> Response:
         try:

@@ -304,9 +304,9 @@ class SeededSampler(nn.Module):
         seeded: dict[tuple[str, int], tuple[Uniforms, SamplingConfig]] = {}
         by_support: dict[SamplingConfig, list[tuple[int, float]]] = {}
         for row, request in enumerate(self.runner.rows(len(logits))):
-            if "seeds" not in (request.settings or {}):
+            seeds, i = (request.settings or {}).get("seeds"), request.request_id
+            if seeds is None:
                 continue
-            seeds, i = request.settings["seeds"], request.request_id
             sample_index = int(i.partition("_")[0]) if len(seeds) > 1 else 0  # "0_id", "1_id", ... of vLLM
             key = i, seeds[sample_index]
             if key not in self.seeded:
@@ -372,16 +372,11 @@ class SequenceSampler(SeededSampler):
         for (sampling, is_given), members in groups.items():
             index = _sent([row for row, _ in members], torch.int64, logits.device)
             ids, steps, asked = zip(*((r.request_id, r.step, r.settings) for _, r in members), strict=True)
-            read = [settings.get("read", ()) for settings in asked]  # tokens that a conversation reads one by one
-            numbers = [step - len(tokens) for step, tokens in zip(steps, read, strict=True)]  # below 0: one is read
             uniform = None
             if sampling.temperature > 0 and not is_given:
-                uniforms = [drawing[i][0].at(max(n, 0)) for i, n in zip(ids, numbers, strict=True)]
+                uniforms = [drawing[i][0].at(n) for i, n in zip(ids, steps, strict=True)]
                 uniform = _sent(uniforms, torch.float64, logits.device)
-            tokens = [
-                given[n] if n < 0 else forced_token(n, settings.get("forced"), sampling)
-                for settings, given, n in zip(asked, read, numbers, strict=True)
-            ]
+            tokens = [forced_token(n, s.get("forced"), sampling) for n, s in zip(steps, asked, strict=True)]
             forced = _sent(tokens, torch.int64, logits.device) if max(tokens) >= 0 else None
             part = logits if len(members) == len(logits) else logits.index_select(0, index)
             sampled, logprobs, before, *supports = sample(part, sampling, uniform, forced)

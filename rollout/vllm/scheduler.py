@@ -281,13 +281,30 @@ def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, Tensor] | None = Non
             raise UserError(f"vLLM cannot evict from split blocks; set block_size to the kernel's {cache.shape[2]}")
 
 
+def reset_after_rpc() -> None:
+    """Make a server forget its conversations when methods of its workers are called, which may replace weights."""
+    from vllm.v1.engine.core import EngineCore
+
+    call: Any = EngineCore.collective_rpc
+    if hasattr(call, "__wrapped__"):
+        return
+
+    @wraps(call)
+    def call_and_reset(self: Any, *args: Any, **kwargs: Any) -> Any:
+        results = call(self, *args, **kwargs)
+        if hasattr(self, "scheduler"):  # it is made after the cache
+            self.scheduler.reset_connector_cache()
+        return results
+
+    EngineCore.collective_rpc = call_and_reset  # type: ignore[method-assign]
+
+
 # ---- requests that cannot continue ----------------------------------------------------------------------------------
 
 
 def end_failed_requests() -> None:
     """Make vLLM's scheduler end a request, with finish_reason "error", if its log-probs are not finite or if it lost an
     evicting cache: its prompt and its sampled tokens have been prefilled again, densely. Tokens of earlier steps stay.
-    Tokens that a turn of a conversation reads one by one never end a request.
     """
     update: Any = Scheduler._update_request_with_output
 
@@ -298,9 +315,6 @@ def end_failed_requests() -> None:
             why = FAILED
         elif request.num_preemptions and any(isinstance(spec, EvictingSpec) for spec in specs):
             why = PREEMPTED
-        elif request.num_output_tokens < len(own_setting(request, "read") or ()):
-            request.append_output_token_ids(new_token_ids)
-            return new_token_ids, False
         else:
             return update(self, request, new_token_ids, *args, **kwargs)
         request.status, request.stop_reason, request.resumable = RequestStatus.FINISHED_ERROR, why, False

@@ -64,6 +64,7 @@ run(sys.argv[1:])
 PLUGIN = "sparse_rl"  # name of our entry point in the group vllm.general_plugins
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 BEHIND = ("\n\nWhat", " 0", "a")  # continuations of a text; the text has only the tokens that do not depend on them
+KEPT_GB = 4.0  # default of --kept-gb
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -96,7 +97,7 @@ def serve(model: str, cache: Mapping[str, Any], prompt_cache: Mapping[str, Any],
         raise UserError("rollouts cannot continue a served context; leave one of the two out", "--rollouts")
     beside = beside_cache(bound, config, itemsize=itemsize, max_batch=options.max_batch)
     memory = arguments.memory_arguments(options.kv_cache_gb, ALONE, beside)
-    contexts = None
+    kept, contexts = _kept_bytes(options.kept_gb, policy), None
     if options.context is not None:
         window = options.max_model_len or context_length(config)
         contexts = [compact_text(model, options.context, compaction, dtype if dtype in BYTES else "bfloat16", window)]
@@ -121,12 +122,18 @@ def serve(model: str, cache: Mapping[str, Any], prompt_cache: Mapping[str, Any],
         **memory,
         **arguments.model_arguments(config),
         **{
-            **arguments.engine_arguments(policy, dtype=dtype, contexts=contexts, full_graphs=options.full_graphs),
+            **arguments.engine_arguments(
+                policy, dtype=dtype, contexts=contexts, full_graphs=options.full_graphs, kept=kept
+            ),
             **rollouts,
         },
     )
     server_host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {model} on http://{server_host}:{options.port}/v1\ncache: {policy!r}, {source}", flush=True)
+    if kept:
+        print(
+            f"conversations: the next turn goes on from a kept cache, of up to {kept / 2**30:g} GiB in all", flush=True
+        )
     _become([sys.executable, "-P", "-c", PROGRAM, *words, "--", *options.further])
 
 
@@ -158,6 +165,16 @@ def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], pol
         wrong = "prompts begin with the text itself, so a summary cannot take its place"
         raise UserError(f"{wrong}; remove summary", "--prompt-cache.summary")
     return config
+
+
+def _kept_bytes(given: float | None, policy: Policy) -> int:
+    """Return the maximum bytes of host memory for the conversations that go on from a kept cache."""
+    if policy.schedule.evicts and policy.config.turns == "kept":
+        return int((KEPT_GB if given is None else given) * 2**30)
+    if given:
+        why = "its turns are prefilled; write --cache turns=kept" if policy.schedule.evicts else "it evicts nothing"
+        raise UserError(f"no conversation is kept under the policy {policy.name}: {why}", "--kept-gb")
+    return 0
 
 
 def command_line(**options: Any) -> list[str]:

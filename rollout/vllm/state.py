@@ -316,7 +316,8 @@ class CacheState:
         self.gone = torch.zeros_like(self.prompt_length)
         self.uncounted: set[int] = set()  # the first blocks for which that number is not 0
         self.kept: dict[int, list[Tensor]] = {}  # name of a conversation -> what `_parts` yields, in host memory
-        self.live: set[int] = set()  # names of conversations that may go on; others are not kept
+        # names of conversations that may go on, others are not kept; None in a server, which names those to let go
+        self.live: set[int] | None = None
         # number of a request in the record, indexed by the request's first block
         self.number = torch.zeros(blocks, dtype=torch.long, device=self.device)
         self.prompts: dict[int, int] = {}  # first block -> prompt length, or 0 once the prompt is compacted
@@ -334,12 +335,16 @@ class CacheState:
         self.live = set(live)
         self.kept = {name: parts for name, parts in self.kept.items() if name in self.live}
 
+    def let_go(self, names: Sequence[int]) -> None:
+        for name in names:
+            self.kept.pop(name, None)
+
     def keep(self, finished: Sequence[Finished]) -> None:
         """Copy the entries of conversations to host memory. Their blocks may have new owners, but nothing is written to
         these blocks before this call.
         """
         for turn in finished:
-            if turn.name in self.live:
+            if self.live is None or turn.name in self.live:
                 self.kept[turn.name] = [buffer[index].cpu() for buffer, index in self._parts(turn.blocks)]
 
     def _parts(self, blocks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -43,6 +43,7 @@ class PolicyWorker(Worker):
             step = scheduler_output.kv_connector_metadata
             state.keep(step.finished)
             state.begin(step.ended, step.begun)
+            state.let_go(step.let_go)
         return super().execute_model(scheduler_output)
 
 
@@ -141,11 +142,13 @@ class ServingWorker(EngineWorker):
                 self.record.admit(request.req_id, settings["place"])
         return super().execute_model(scheduler_output)
 
-    def take_rollouts(self, lengths: dict[int, int], forgotten: list[int]) -> list[Result]:
-        """Return this rank's results, as `ServerRecord.take` does, and forget other places."""
+    def take_rollouts(self, lengths: dict[int, int], forgotten: list[int]) -> tuple[list[Result], int]:
+        """Return this rank's results, as `ServerRecord.take` does, and the number of entries that the record still has;
+        it forgets other places.
+        """
         results = self.record.take(lengths)
         self.record.forget(forgotten)
-        return results
+        return results, sum(len(value) for value in vars(self.record).values() if isinstance(value, dict))
 
     def serve_weights(self, path: str, version: int) -> None:
         """Replace all weights by those of a safetensors file that the API server has checked; nothing runs."""
@@ -154,7 +157,3 @@ class ServingWorker(EngineWorker):
         with open_tensors(path) as file:
             self.replace_weights(weights.checked((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
         self.record.version = version
-
-    def serving(self) -> tuple[int, int]:
-        """Return the version of the weights, and the number of entries of the record, 0 if no rollout runs."""
-        return self.record.version, sum(len(value) for value in vars(self.record).values() if isinstance(value, dict))

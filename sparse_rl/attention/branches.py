@@ -60,14 +60,12 @@ class BranchedRows:
     """Rows with branches, for a forward pass.
 
     tokens : position of each column's token in its conversation, int64 [rows, columns]; 0 in padding
-    scored : True for the columns whose tokens were sampled, bool [rows, columns]
-    places : for each sampled token of each row, in order, (position in the conversation, column before the token's)
+    scored : True for the columns whose tokens were sampled, bool [rows, columns]; the column before has the query
     """
 
     view: BranchedView
     tokens: Tensor
     scored: Tensor
-    places: list[tuple[Tensor, Tensor]]
 
 
 def branched_rows(conversations: Sequence[Turns], device: torch.device | str, kernel: str = "gather") -> BranchedRows:
@@ -86,10 +84,10 @@ def branched_rows(conversations: Sequence[Turns], device: torch.device | str, ke
     before = max(prompt for turns in conversations for prompt, _ in turns) - 1
     tokens, scored = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, width, dtype=torch.bool)
     keys, queries = (torch.zeros(len(traces), size, dtype=torch.long) for size in (before + longest, longest))
-    back, places, starts = torch.zeros(rows, width - ahead, dtype=torch.long), [], list[int]()
+    back, starts = torch.zeros(rows, width - ahead, dtype=torch.long), list[int]()
     for row, turns in enumerate(conversations):
         tokens[row, : streams[row]] = torch.arange(streams[row])
-        column, positions, columns = ahead, [], []
+        column = ahead
         for (prompt, _), length in zip(turns, lengths[row], strict=True):
             branch, own = len(starts), torch.arange(column, column + length)
             starts.append(before - prompt + 1)
@@ -98,10 +96,7 @@ def branched_rows(conversations: Sequence[Turns], device: torch.device | str, ke
             back[row, own - ahead] = branch * longest + torch.arange(length)
             tokens[row, own] = torch.arange(prompt - 1, prompt - 1 + length)
             scored[row, own[1:]] = True
-            positions.append(torch.arange(prompt, prompt - 1 + length))
-            columns.append(own[:-1])
             column += length
-        places.append((torch.cat(positions).to(device), torch.cat(columns).to(device)))
     first = traces[0]
     dense = [EvictionTrace.dense(first.layers, first.kv_heads, length, first.windows) for length in streams]
     stream = make_view(dense, [0] * rows, ahead, device, kernel)
@@ -110,4 +105,4 @@ def branched_rows(conversations: Sequence[Turns], device: torch.device | str, ke
         assert isinstance(part, ReplayView)  # it replays evictions alone
         part.begin_at(before)
     view = BranchedView(stream, branches, *(x.to(device) for x in (keys, queries, back)))
-    return BranchedRows(view, tokens.to(device), scored.to(device), places)
+    return BranchedRows(view, tokens.to(device), scored.to(device))

@@ -9,6 +9,7 @@ from sparse_rl.config import show
 from sparse_rl.errors import UserError
 
 NO_STATES = "our vLLM plugin lacks hybrid families, whose layers with a state are a cache group of their own"
+WITHOUT_STATES = "models of a hybrid family that have attention alone were not tested with vLLM"
 NO_WINDOWS = "vLLM keeps layers with sliding windows in a cache group of their own, which our plugin lacks"
 
 # model_type -> reason why only the hf engine can sample from it; None means that vllm can, too
@@ -283,7 +284,7 @@ def family_only_hf(config: Any) -> str | None:
     if any(windows_of(config)):
         reasons.append(NO_WINDOWS)
     if family in HYBRID:
-        reasons.append(NO_STATES)
+        reasons.append(NO_STATES if state_layers(config) else WITHOUT_STATES)
     for name, alike in {**EVERY_FAMILY, **READ_BY_ONE.get(family, {})}.items():
         value = getattr(config, name, alike)
         if alike is not ANY and value != alike and (value or alike):  # null, false and 0 are alike

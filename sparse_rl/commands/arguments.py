@@ -125,14 +125,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def number(text: str, most: float = math.inf) -> float:
-    """Parse a finite number > 0 that is at most `most`."""
+def number(text: str, most: float = math.inf, zero: bool = False) -> float:
+    """Parse a finite number > 0 that is at most `most`; if `zero`, also 0."""
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value <= most or value == math.inf:
-        bound = f"of at most {most:,}" if value > most else "> 0"
+        value = -1.0
+    if not (0 < value <= most or (zero and value == 0)) or value == math.inf:
+        bound = f"of at most {most:,}" if value > most else ">= 0" if zero else "> 0"
         raise argparse.ArgumentTypeError(f"expected a number {bound}, got {show(text)}")
     return value
 

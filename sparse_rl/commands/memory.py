@@ -253,9 +253,11 @@ class _Process:
         """Yield the item of the layers with a state, if any, of `at_once` sequences."""
         if any(self.states):
             recurrent, inputs = self.states
-            unit_bytes = recurrent * (8 if self.exact else 4) + inputs * self.itemsize
+            recurrent_bytes = recurrent * (8 if self.exact else 4)
+            unit_bytes = recurrent_bytes + inputs * self.itemsize
             entries = unit_bytes // cache_bytes(1, *self.shape, self.itemsize)
-            note = f"{show(unit_bytes)} per sequence, as much as {entries:,} entries of the cache, under any policy"
+            note = f"{show(unit_bytes)} per sequence ({show(recurrent_bytes)} recurrent), as much as {entries:,}"
+            note += " entries of the cache: under a smaller budget, most of the memory of sampling"
             yield Item(f"states of {at_once}", at_once * unit_bytes, when="sampling", note=note)
 
     def context_items(self, tokens: int, at_once: int) -> list[Item]:

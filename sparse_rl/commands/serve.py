@@ -77,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size of the KV cache; default: most of the GPU, or 1 on a CPU",
     )
     parser.add_argument(
+        "--kept-gb",
+        metavar="GIB",
+        type=partial(number, most=MOST_GIB, zero=True),
+        help="host memory for the caches of conversations, from which their next turns go on, if the policy evicts and "
+        "its turns are kept; default: 4; 0: each turn is prefilled",
+    )
+    parser.add_argument(
         "--full-graphs", action="store_true", help="run each decode step as one CUDA graph; not yet tested on a GPU"
     )
     parser.add_argument(

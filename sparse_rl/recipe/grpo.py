@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rollout.config import SamplingConfig
+from rollout.config import GRPORolloutConfig, SamplingConfig
 from sparse_rl.config import Text, as_mapping, flat
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import LearnedConfig
 from sparse_rl.recipe.run import Run, SampledRecipe, ToolsRecipe
-from trainer.config import SparseGRPOConfig, check_turns
+from trainer.config import SparseGRPOConfig, check_ahead, check_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class GRPORecipe(SampledRecipe, ToolsRecipe):
 
     kind: ClassVar[str] = "grpo"
     rewards: list[dict[str, Any] | Text]
+    rollout: GRPORolloutConfig | None = field(default_factory=GRPORolloutConfig)
     grpo: SparseGRPOConfig = flat(SparseGRPOConfig)
 
     def __post_init__(self) -> None:
@@ -38,6 +39,9 @@ class GRPORecipe(SampledRecipe, ToolsRecipe):
             check_turns(self.cache, self.grpo, self.scorers, compacts=compacts, recorded=self.recorded)
         elif self.trainer_options.get("max_tool_calling_iterations") is not None:
             raise UserError("has no effect without tools or environment; remove it", "max_tool_calling_iterations")
+        rollout, accumulation = self.rollout, self.training.gradient_accumulation_steps
+        served = rollout is not None and (rollout.engine == "server" or bool(rollout.servers))
+        check_ahead(rollout, self.grpo, accumulation, self.steps_per_generation, served=served, tools=self.uses_tools)
         if self.completions_per_generation % self.grpo.num_generations:
             name = "steps_per_generation" if self.grpo.steps_per_generation else "gradient_accumulation_steps"
             batch = self.completions_per_generation
@@ -82,6 +86,8 @@ class GRPORecipe(SampledRecipe, ToolsRecipe):
         if grpo.importance_correction == "none":
             weight = "the loss treats recorded groups as if the present weights had sampled them"
         clip = "the clipped ratio is to the weights with which a group is first scored"
+        if grpo.importance_correction == "ppo":
+            weight, clip = "the loss has p_trainer / p_sampler", "clipping limits this ratio"
         guard = "checks the gap before the first update alone" if same_weights else "is off"
         return f"{weight}; {clip}; there is no probe at the start, and the guard {guard}"
 

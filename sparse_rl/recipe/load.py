@@ -53,8 +53,13 @@ RECIPES = SOURCES / "recipes"  # by its place: a user's own module `recipes` doe
 
 def _shipped() -> dict[str, Path]:
     """Return every YAML file with a `kind` in the package `recipes`: name -> file."""
-    files = [file for file in RECIPES.rglob("*.yaml") if re.search(r"^kind:", file.read_text("utf-8"), re.M)]
-    return {file.relative_to(RECIPES).with_suffix("").as_posix(): file for file in files}
+    return _recipes_in(RECIPES)
+
+
+@cache
+def _recipes_in(folder: Path) -> dict[str, Path]:
+    files = [file for file in folder.rglob("*.yaml") if re.search(r"^kind:", file.read_text("utf-8"), re.M)]
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
 
 
 def list_recipes() -> list[str]:

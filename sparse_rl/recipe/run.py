@@ -103,6 +103,10 @@ class Run(Generic[R]):
                 rows = read_recorded(data, self, where)
             else:
                 rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
+            if isinstance(recipe, ToolsRecipe) and isinstance(recipe.environment, dict):
+                from rollout.turns import check_environments
+
+                check_environments(recipe.environment, rows, where)
             once(f"golds of {where}", lambda: check_golds(rewards[0], rows, where))
             return rows
 
@@ -805,7 +809,7 @@ class SampledRecipe(ReplayedRecipe):
             raise UserError("data and validation.data must both have traces, or neither", "validation.data.traces")
         if not self.recorded and self.rollout is None:
             raise UserError("null is for recorded rollouts (data.traces) alone", "rollout")
-        if self.recorded and self.rollout not in (None, RolloutConfig()):
+        if self.recorded and self.rollout not in (None, type(self.rollout)()):
             raise UserError("has no effect on recorded rollouts; remove this block, or set null", "rollout")
         if self.recorded and self.prompt_cache is not None:
             raise UserError("has no effect on recorded rollouts; remove this block", "prompt_cache")

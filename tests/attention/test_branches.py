@@ -38,7 +38,7 @@ def branch_logprobs(model, conversations, kernel, changed=lambda trace: trace):
         ids[row] = torch.tensor(conversation.tokens)[rows.tokens[row]]
     out = model(input_ids=ids, position_ids=rows.tokens, attention_mask=NO_MASK, kv_view=rows.view, use_cache=False)
     scored = out.logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    return [scored[row, columns] for row, (_, columns) in enumerate(rows.places)], rows
+    return [own[sampled[1:]] for own, sampled in zip(scored, rows.scored, strict=True)], rows
 
 
 def gap(scored, recorded):
@@ -66,7 +66,7 @@ def test_branches_have_the_log_probs_and_gradients_of_rows_per_turn(family, poli
         for kernel in ("flex", "flex_sorted"):
             scored, _ = branch_logprobs(model, conversations, kernel)
             assert gap(scored, recorded) <= 1e-5
-    assert rows.tokens.numel() < 3 * sum(len(turn.trace) for c in conversations for turn in [c.traces()[-1]])
+    assert rows.tokens.numel() < 3 * sum(len(c.rollouts[-1].trace) for c in conversations)
     if policy["policy"] != "full":
         later = [lambda t: moved(t, 1), lambda t: moved(t, -1), EvictionTrace.dense_like]  # controls
         for change in later:

@@ -281,6 +281,9 @@ def test_a_plan_counts_conversations_that_are_kept_between_turns():
     kept, prefilled, without = (items("vllm", **cache) for cache in ({"turns": "kept"}, {"turns": "prefilled"}, {}))
     assert kept["vllm: kept conversations"].host > 2 * count * unit_bytes
     assert "vllm: kept conversations" not in prefilled | without
+    sparse = {"policy": "lined", "window": 4, "compression": 2}  # without a peak: the longest conversation
+    unit_bytes = cache_bytes(149, *cache_shape(config), 4)
+    assert unit_bytes <= items("hf", turns="kept")["kept conversations"].device / (2 * count) < 1.5 * unit_bytes
     pools = [plan["vllm: KV pool"].device for plan in (without, kept, prefilled)]
     assert pools == sorted(set(pools))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from judging import shifted
+from processes import python
 
 from rollout.config import read_origin
 from rollout.files import RolloutFiles
@@ -152,6 +153,39 @@ def test_an_interrupted_evaluation_ends_with_the_same_rows(evaluated, tmp_path):
     timed = ("seconds", "tokens_per_second")
     rows = [[{k: v for k, v in row.items() if k not in timed} for row in rows_of(f)] for f in (folder, again)]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
+def test_vllm_has_the_conversations_of_hf(evaluated, sampled, tmp_path):
+    """Rows of evaluations; tokens, log-probs and records of rollouts. Control: kept and prefilled turns differ."""
+    pytest.importorskip("vllm")
+
+    def run(*words: str) -> None:
+        done = python("-m", "sparse_rl.cli", *words, "rollout.engine=vllm", "rollout.kv_cache_gb=0.1", timeout=1800)
+        assert done.returncode == 0, done.stderr
+
+    folder, words = evaluated
+    run("eval", "turns/eval", *words[:-1], f"output_dir={tmp_path / 'eval'}")
+    timed = ("seconds", "tokens_per_second")
+    hf, vllm = (
+        [{k: v for k, v in row.items() if k not in timed} for row in rows_of(f)] for f in (folder, tmp_path / "eval")
+    )
+    assert hf == vllm
+    told = []
+    for turns, own in sampled.items():
+        run(
+            "rollout",
+            "turns/eval",
+            *SMALL,
+            "sweep={}",
+            f"cache={STREAMING.format(turns)}",
+            "--out",
+            str(tmp_path / turns),
+        )
+        for (rollouts, lines), out in ((read(own), told), (read(tmp_path / turns), told)):
+            of_rollouts = [[r.prompt_ids, r.completion_ids, r.logprobs, r.trace.evict_at.tolist()] for r in rollouts]
+            out.append([of_rollouts, [[line["conversation"], line["messages"]] for line in lines]])
+    assert told[0] == told[1] != told[2] == told[3]
 
 
 def test_an_environment_may_judge_and_a_late_tool_counts_as_wrong(tmp_path, monkeypatch):

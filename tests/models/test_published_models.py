@@ -5,6 +5,7 @@ The sizes that decide nothing are small here. `python tests/models/test_publishe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-4": ("phi3", {"sliding_window": None, "max_position_embeddings": 16_384}),
     "granite-3.0-2b-instruct": ("granite", {"attention_dropout": 0.1, "max_position_embeddings": 4096}),
     "granite-3.3-2b-instruct": ("granite", {"attention_dropout": 0.0, "max_position_embeddings": 131_072}),
-    "granite-4.0-micro": ("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 0}),
+    "granite-4.0-micro": (
+        "granitemoehybrid",
+        {"layer_types": ["attention"] * 2, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
     "Seed-OSS-36B-Instruct": ("seed_oss", DROPS | {"attention_bias": True, "attention_out_bias": False}),
     "starcoder2-3b, 7b, 15b": (
         "starcoder2",
@@ -107,7 +111,11 @@ def verdict(family: str, settings: dict[str, Any]) -> str:
 
 
 def rows() -> list[str]:
-    return [f"| {name} | `{family}` | {verdict(family, own)} |" for name, (family, own) in PUBLISHED.items()]
+    """Return a row for each verdict, with its models and their families."""
+    models = defaultdict[str, list[str]](list)
+    for name, (family, own) in PUBLISHED.items():
+        models[verdict(family, own)].append(f"{name} (`{family}`)")
+    return [f"| {text} | {'; '.join(names)} |" for text, names in models.items()]
 
 
 def test_the_table_of_published_models_is_current() -> None:

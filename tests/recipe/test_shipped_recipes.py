@@ -407,7 +407,7 @@ def test_accelerate_configurations_start_8_processes_and_set_no_zero_stage():
 
 
 @pytest.mark.parametrize("name", TRAINING_RECIPES)
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_each_recipe_trains_at_a_small_size(name, stand_ins, tmp_path, monkeypatch):
     from sparse_rl.commands.train import train
     from sparse_rl.metrics import read_metrics
@@ -448,7 +448,7 @@ def test_each_recipe_trains_at_a_small_size(name, stand_ins, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", EVALUATION_RECIPES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_each_evaluation_runs_at_a_small_size(name, tiny_model, problems_for, tmp_path):
     from sparse_rl.commands.eval import evaluate
 
@@ -530,7 +530,7 @@ def test_each_recipe_of_head_budgets_runs_at_a_small_size(name, stand_ins):
 @pytest.mark.parametrize(
     ("task", "name"), [(t, f"eval/{t}") for t in ("aime24", "aime25", "amc23", "math500", "gsm8k")]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_evaluation_recipes_read_the_real_problems_from_local_files(task, name, tiny_model):
     from rewards import make_rewards
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(absent_parts()), reason="this machine has n
 
 
 @pytest.mark.parametrize(
-    ("hostile", "honest", "timeout"), [(2, 34, 0.4), pytest.param(45, 200, 1.0, marks=pytest.mark.slow)]
+    ("hostile", "honest", "timeout"), [(2, 14, 0.4), pytest.param(45, 200, 1.0, marks=pytest.mark.slow)]
 )
 def test_hostile_programs_break_nothing(tmp_path: Path, hostile: int, honest: int, timeout: float) -> None:
     victim = tmp_path / "victim"

@@ -45,7 +45,8 @@ def test_the_last_box_is_the_answer(math_reward):
 def test_without_a_box_the_text_is_read_unless_a_box_is_required(math_reward):
     texts = ["I get 41, so the answer is 42.", r"Hence $x=\frac{84}{2}$", "The answer is 41.", "No idea."]
     assert math_reward(texts, answer=["42"] * 4) == [1.0, 1.0, 0.0, 0.0]
-    strict = MathReward(require_boxed=True, workers=1)
+    strict = MathReward(require_boxed=True)
+    strict._pool = math_reward._pool
     assert strict([*texts, boxed(42)], answer=["42"] * 5) == [0.0] * 4 + [1.0]
 
 
@@ -78,7 +79,7 @@ def test_real_answers_equal_themselves_in_any_notation_and_no_other_answer(math_
 
 def test_an_answer_that_hangs_does_not_affect_other_rewards():
     """The hanging answer has reward 0 and counts as a timeout; the other answers have their usual rewards."""
-    reward, metrics = MathReward(timeout=2, workers=1), {}
+    reward, metrics = MathReward(timeout=QUICK + 0.1, workers=1), {}
     texts = [boxed(42), HANG, boxed(42), boxed(41)]
     assert within(60, lambda: reward(texts, answer=["42"] * 4, log_metric=metrics.__setitem__)) == [1, 0, 1, 0]
     assert metrics == {"rewards/unparseable_gold": 0.0, "rewards/math_timeout": 1.0}
@@ -217,7 +218,7 @@ def test_a_fork_during_another_threads_call_does_not_block():
 
 
 def test_hostile_answers_neither_hang_nor_crash():
-    reward = MathReward(timeout=2, workers=2)
+    reward = MathReward(timeout=QUICK, workers=1)
     texts = [*ADVERSARIAL.values(), boxed(42)]
     rewards = within(180, lambda: reward(texts, answer=["42"] * len(texts)))
     contain_the_answer = {"nested braces", "last"}  # these may have reward 1
@@ -240,10 +241,11 @@ def test_hostile_true_answers_neither_hang_nor_crash():
 UNPARSEABLE = ["", None, "???", "hello world", "not a number", r"\frac{1}{", r"\boxed{4", "9" * 20_000]
 
 
-def test_an_unparseable_true_answer_is_reported_once_and_not_scored(caplog):
+def test_an_unparseable_true_answer_is_reported_once_and_not_scored(math_reward, caplog):
     """The reward is None, and a metric counts such answers. Each of them is reported in one short warning, which a
     second call does not repeat."""
-    reward, metrics = MathReward(workers=1), {}
+    reward, metrics = MathReward(), {}
+    reward._pool = math_reward._pool
     golds = [*UNPARSEABLE, "42"]
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -1,6 +1,6 @@
 """The math reward judges two tables correctly: math_accepted.txt and math_rejected.txt, with lines `true answer =>
 completion`. In math_pairs.txt, whose verdicts were written first, it accepts no wrong answer and refuses at
-most 3 % of the right ones."""
+most 3 % of the right ones. `make test` judges a quarter of each table, and the wrong pairs."""
 
 from collections import Counter
 from pathlib import Path
@@ -28,19 +28,20 @@ def rows(table: str) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def math_reward() -> MathReward:
-    return MathReward(timeout=20, workers=2)
+    return MathReward(timeout=20, workers=1)
 
 
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize(("table", "reward"), [("accepted", 1.0), ("rejected", 0.0)])
-@pytest.mark.few(1)
-def test_every_line_of_the_table_has_its_reward(math_reward: MathReward, table: str, reward: float) -> None:
-    golds, completions = zip(*rows(table), strict=True)
+@pytest.mark.few(2)
+def test_every_line_of_the_table_has_its_reward(math_reward: MathReward, table: str, reward: float, part: int) -> None:
+    golds, completions = zip(*rows(table)[part::4], strict=True)
     rewards = math_reward(list(completions), answer=list(golds))
     wrong = [f"{g} => {c}: {r}" for g, c, r in zip(golds, completions, rewards, strict=True) if r != reward]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(golds)}", *wrong])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("table", "reward", "share"), [("wrong", 0.0, 0.0), ("right", 1.0, 0.03)])
 def test_pairs_that_were_written_first_are_judged_right(
     math_reward: MathReward, table: str, reward: float, share: float

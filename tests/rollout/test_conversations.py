@@ -337,6 +337,12 @@ def test_wrong_turns_are_refused_in_one_line() -> None:
         engine.converse([Turn([], 4)], sampling())
     with pytest.raises(UserError, match="prompt 0 has token 999"):
         engine.converse([Turn([999], 4, turns[0][0][1])], sampling())
+    for setting, was in ({"temperature": 0.5}, 1.0), ({"top_p": 0.9}, 1.0), ({"top_k": 3}, None), ({"min_p": 0.1}, 0.0):
+        ((name, value),) = setting.items()
+        wrong = f"the earlier turns of a conversation have {name} {was}, but this one has {value}; go on with theirs"
+        with pytest.raises(UserError, match=wrong):
+            engine.converse([Turn([3], 4), Turn([3], 4, turns[0][0][1])], sampling(**setting))
+    engine.converse([Turn([3], 4, turns[0][0][1])], replace(sampling(), seed=5, stop_token_ids=[7]))  # control
 
 
 def test_a_conversation_goes_on_only_where_it_began_and_under_its_weights() -> None:

@@ -8,7 +8,8 @@ import pytest
 from tiny import model_of, policy_of, prompts_of
 
 from rollout import SamplingConfig, make_engine
-from rollout.measure.accuracy import entry_counts, totals
+from rollout.engine import Turn
+from rollout.measure.accuracy import entry_counts, totals, turn_counts
 from trainer.grpo.metrics import held_entries
 
 
@@ -25,6 +26,21 @@ def test_completions_of_one_token_are_left_out_of_the_mean() -> None:
     assert [line["mean_entries"] for line in lines] == [None, 13.5]
     assert totals(lines, 4)["mean_entries"] == pytest.approx(13.5)
     assert totals(lines[:1], 1)["mean_entries"] is None
+
+
+def test_a_conversation_counts_what_its_queries_read() -> None:
+    """Under clustered attention, which reads answers one by one, this is less than it holds. Under a policy that reads
+    chunks, a chunk's last query reads all of it, which is more than the schedule says."""
+    first, answer = prompts_of("quickstart", (12, 30))
+    sampling, pages = SamplingConfig(1, seed=1, ignore_eos=True), {"page": 4, "window": 4, "open_pages": 1}
+    read = dict[str, Any]()
+    for policy in ({"policy": "clustered", **pages}, policy_of("streaming", budget=8, sinks=1, period=4)):
+        engine = make_engine("hf", model=model_of("quickstart"), policy=policy)
+        ((_, held),) = engine.converse([Turn(first, 20)], sampling)
+        ((rollout, _),) = engine.converse([Turn(answer, 20, held)], sampling, keep=False)
+        read[engine.policy.name] = turn_counts([rollout], engine.policy)
+    assert 8 < read["clustered"]["read_entries"] < read["clustered"]["peak_entries"] == 12 + 20 + 30 + 20 - 1
+    assert read["streaming"]["read_entries"] == read["streaming"]["peak_entries"] > 8 + 30
 
 
 @pytest.mark.parametrize("budget", [40, {"tokens": [20, 90], "entries": [16, 50]}])

@@ -47,9 +47,17 @@ OFTEN = cycle(("gkv", "streaming", "h2o", "lined", "am", "clustered", "rkv", "la
 QUICK = {name: next(OFTEN) for name in QUICK_NAMES}  # in `make test`; all other cases are slow tests
 
 
-def sampled(name: str, policy: str, n: int = 1, lengths: Sequence[int] = (2, 5, 60), **options: Any) -> list[Rollout]:
+def sampled(
+    name: str, policy: str, n: int = 1, lengths: Sequence[int] = (1, 5, 60), seed: int = 1, **options: Any
+) -> list[Rollout]:
     engine = make_engine("hf", model=hybrid(name), policy=policy_of(policy, **SETTINGS), max_batch=8)
-    return engine.generate(prompts(*lengths), SamplingConfig(max_tokens=36, n=n, seed=1, **options))
+    return engine.generate(prompts(*lengths), SamplingConfig(max_tokens=36, n=n, seed=seed, **options))
+
+
+def some_ended(name: str, policy: str) -> list[Rollout]:
+    """Return rollouts of the first seed with which some rows end early, and some do not."""
+    of_seeds = (sampled(name, policy, 2, LENGTHS, seed) for seed in range(1, 9))
+    return next(rollouts for rollouts in of_seeds if {r.finish_reason for r in rollouts} == {"stop", "length"})
 
 
 def test_each_family_has_a_mixer_and_a_tiny_model() -> None:
@@ -67,9 +75,8 @@ def test_each_family_has_a_mixer_and_a_tiny_model() -> None:
 @torch.no_grad()
 def test_replay_equals_sampling(name: str, policy: str, tally) -> None:
     """Prompts of 1 to 30 tokens, two samples each, rows that end early. Controls: wrong traces and experts."""
-    model, rollouts = hybrid(name), sampled(name, policy, 2, LENGTHS)
+    model, rollouts = hybrid(name), some_ended(name, policy)
     assert rollouts[0].trace.layers == 2 == cache_shape(model.config)[0]
-    assert {r.finish_reason for r in rollouts} == {"stop", "length"}, "no row ends early"
     own = gap(replay_logprobs(model, rollouts), rollouts)
     tally(policy, gap=own)
     assert own <= 1e-5
@@ -195,7 +202,7 @@ def test_transformers_own_functions_are_the_control_of_ours(name: str) -> None:
     assert outcome(own) != outcome(rollouts)
 
 
-@pytest.mark.parametrize("scorer", ["mlp", pytest.param("mlstm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scorer", ["mlp", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_learned_policies_decide_in_sampler_and_trainer_alike(scorer: str) -> None:
     """The view of a learned policy says where sequences begin. Control: one that does not is refused."""
     policy = learned_policy(scorer, 12, window=4)

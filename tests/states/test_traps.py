@@ -235,7 +235,7 @@ def test_doctor_counts_states() -> None:
     recurrent, inputs = 36 * 32 * 128 * 128 * 4, 36 * (2 * 16 * 128 + 32 * 128) * 4 * 2
     assert recurrent == 75_497_472 == 3072 * 12 * 2 * 2 * 256 * 2
     assert item.device == sequences * (recurrent + inputs)
-    assert "as much as 3,168 entries of the cache" in item.note
+    assert "77.9 MB per sequence (75.5 MB recurrent), as much as 3,168 entries of the cache: under a" in item.note
     dense = plan(recipe, new_model("qwen3").config)
     assert not any(item.name.startswith("states of") for item in dense.items)  # control
 

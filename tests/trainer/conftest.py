@@ -75,8 +75,8 @@ def grpo(tiny, tmp_path):
     """grpo(**settings) returns an untrained SparseGRPOTrainer, with `output_dir` tmp_path / name.
 
     Not passed to the trainer's configuration: family, model, reward, count, held_out, peft_config, trainer_class,
-    callbacks, and the engine's settings policy, own_weights (a directory), own_dtype, sleep and servers. All other
-    settings override SETTINGS.
+    callbacks, engine, and the engine's settings policy, own_weights (a directory), own_dtype, sleep, servers and ahead.
+    All other settings override SETTINGS.
     """
     from rollout import make_engine
     from sparse_rl.models.load import load_tokenizer
@@ -98,13 +98,17 @@ def grpo(tiny, tmp_path):
         own_weights: str | None = None,
         own_dtype: str = "float32",
         sleep: bool = False,
+        engine: Any = None,
         servers: list[str] | None = None,
+        ahead: int = 0,
         **settings: Any,
     ) -> SparseGRPOTrainer:
         folder = tmp_path / name
         sampled: dict[str, Any] = {"cache": policy}
         if own_weights:
             sampled = {"engine": make_engine("hf", model=own_weights, dtype=own_dtype, policy=policy)}
+        if engine is not None:
+            sampled = {"engine": engine}
         folder.mkdir(exist_ok=True)
         data = problems(count + held_out)
         return trainer_class(
@@ -116,7 +120,8 @@ def grpo(tiny, tmp_path):
             processing_class=load_tokenizer(tiny(family)),
             peft_config=peft_config,
             callbacks=[RunLog(folder), *callbacks],
-            rollout={"sleep": sleep, "progress": False} | ({"engine": "server", "servers": servers} if servers else {}),
+            rollout={"sleep": sleep, "progress": False, "ahead": ahead}
+            | ({"engine": "server", "servers": servers} if servers else {}),
             **sampled,
         )
 

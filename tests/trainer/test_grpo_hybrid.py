@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from judging import shifted
 from trainer_runs import trained
 
 from sparse_rl.attention.families import HYBRID
 from sparse_rl.data.synthetic import PAD_ID
 from sparse_rl.states.mixers import Sequences, States
+from sparse_rl.trace import EvictionTrace
 from trainer.grpo import trainer as of_grpo
 from trainer.grpo.metrics import ReplayGapError
 
@@ -39,7 +41,9 @@ def with_padding(trainer: Any) -> Any:
 
 
 def test_controls_the_guard_stops_padding_in_a_state(grpo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a row in training, or of a prompt in the engine. Without these faults, the run goes on."""
+    """That of a row in training, or of a prompt in the engine; also a trace that is one position late. Without these
+    faults, the run goes on.
+    """
     plain = of_grpo.make_view
 
     def let_in(traces: Any, starts: Any, width: int, *more: Any) -> Any:
@@ -47,11 +51,15 @@ def test_controls_the_guard_stops_padding_in_a_state(grpo: Any, monkeypatch: pyt
         view.states = Sequences((row, 0, width) for row in range(len(starts)))
         return view
 
+    def later(traces: Any, *more: Any) -> Any:
+        return plain([EvictionTrace(shifted(t.evict_at, 1), t.further, False) for t in traces], *more)
+
     def begin_prefill(self: States, lengths: Any) -> None:
         self._prompts = [max(16, *lengths)] * len(lengths)
 
-    for owner, name, fault in ((of_grpo, "make_view", let_in), (States, "begin_prefill", begin_prefill)):
+    faults = ((of_grpo, "make_view", let_in), (States, "begin_prefill", begin_prefill), (of_grpo, "make_view", later))
+    for number, (owner, name, fault) in enumerate(faults):
         with monkeypatch.context() as patched, pytest.raises(ReplayGapError, match="replay gap"):
             patched.setattr(owner, name, fault)
-            with_padding(grpo(name, family="qwen3_5_text")).train()
+            with_padding(grpo(str(number), family="qwen3_5_text")).train()
     assert trained(with_padding(grpo("none", family="qwen3_5_text", max_steps=1)))[0]["replay/gap_max"] <= 1e-5

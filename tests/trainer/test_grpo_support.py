@@ -49,7 +49,7 @@ RUNS: dict[str, dict[str, Any]] = {  # run -> its settings
     "experts, balanced": {"family": "qwen3_moe", "router_aux_loss_coef": 0.01},
     "fitted values": {"policy": AM},
 }
-FAST = ("top_p", "min_p", "a reference model", "two iterations, in halves", "truncated completions left out")
+FAST = ("top_p", "a reference model", "two iterations, in halves", "truncated completions left out")
 
 
 def gaps(lines: list[dict[str, Any]]) -> list[float]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from processes import without_launch
 from trainer_runs import KillAt, Killed, steps, timeless
 
@@ -245,7 +248,7 @@ class NoReset:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no type hints": ({"tools": [untyped]}, "tools: untyped needs type hints and a docstring"),
-    "not a function": ({"tools": ["get"]}, "tools: 'get' is not a function"),
+    "not a function": ({"tools": ["get"]}, "tools: 'get' needs type hints and a docstring"),
     "twice": ({"tools": [typed, typed]}, "tools: two tools are called typed; rename one"),
     "no reset": ({"environment_factory": NoReset}, "environment_factory: NoReset has no method reset"),
     "no reward": ({"environment_factory": LookUpTable, "reward_funcs": []}, "rewards: there is no reward"),
@@ -265,6 +268,46 @@ def test_what_tools_cannot_do_is_refused_before_a_model_is_loaded(name, tiny, tm
     args = SparseGRPOArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(UserError, match=says):
         SparseGRPOTrainer(model=tiny(), args=args, train_dataset=[{"prompt": "a"}], **arguments)
+
+
+class Refusing(LookUpTable):
+    """It raises, or exits, for a row that says so."""
+
+    def reset(self, wrong: str, **row: Any) -> None:
+        super().reset(**row)
+        if wrong:
+            raise {"raises": KeyError, "exits": SystemExit}[wrong]("no such table")
+
+
+def test_an_environment_that_cannot_be_reset_is_one_line(tmp_path):
+    rows = LookUps().rows("train", 8, 0)
+    for wrong, error in (("raises", "KeyError 'no such table'"), ("exits", "SystemExit no such table"), ("", None)):
+        given = {"train_dataset": Dataset.from_list([{**row, "wrong": wrong} for row in rows])}
+        trainer = made(tmp_path / wrong, "kept", "max_steps=1", environment_factory=Refusing, **given)
+        refused = pytest.raises(UserError, match=f"environment: Refusing cannot be reset: {error}")
+        with refused if wrong else nullcontext():
+            trainer.train()
+
+
+def test_a_wrong_name_of_an_environment_is_refused_before_the_first_step(tmp_path):
+    rows = LookUps().rows("train", 8, 0)
+    named = [{**row, "environment": name} for row, name in zip(rows, "aabbaabb", strict=True)]
+    wrong, files = [{**named[0], "environment": "c"}, *named[1:]], {}
+    for name, lines in (("named", named), ("wrong", wrong), ("none", rows)):
+        files[name] = tmp_path / f"{name}.jsonl"
+        files[name].write_text("\n".join(map(json.dumps, lines)))
+    table = "sparse_rl.data.synthetic:LookUpTable"
+    two = {**RECIPE, "environment": {"a": table, "b": table}, "num_generations": 2, "per_device_train_batch_size": 4}
+    for name, value in (("wrong", "'c'"), ("none", "None")):
+        says = f"data: a row has environment {value}, not one of a, b"
+        with pytest.raises(UserError, match=says):
+            make_recipe({**two, "data": {"path": str(files[name])}}).prepare_training()
+        keys = "train_dataset", "eval_dataset"
+        for key, other in (keys, reversed(keys)):
+            given = {key: Dataset.from_json(str(files[name])), other: Dataset.from_json(str(files["named"]))}
+            with pytest.raises(UserError, match=says.replace("data", key, 1)):
+                made(tmp_path / "run", "kept", environment_factory={"a": LookUpTable, "b": LookUpTable}, **given)
+    assert make_recipe({**two, "data": {"path": str(files["named"])}}).prepare_training()  # control
 
 
 RECIPE = load_recipe("turns/grpo", [f"model={MODEL}"]).resolved()
@@ -331,9 +374,9 @@ class Counted(module.SparseGRPOTrainer):
             return module.GRPOTrainer._generate(self, prompts)
         return super()._generate(prompts)
 
-turns, folder, name = sys.argv[1:]
+turns, folder, name, model = sys.argv[1:]
 module.SparseGRPOTrainer = Counted
-words = ["max_steps=2", "per_device_train_batch_size=8", "launch.processes=2", "launch.zero_stage=3"]
+words = [f"model={model}", "max_steps=2", "per_device_train_batch_size=8", "launch.processes=2", "launch.zero_stage=3"]
 recipe = load_recipe("turns/grpo", [*words, f"output_dir={folder}", f"run_name={name}", f"cache.turns={turns}"])
 run = recipe.prepare_training()
 trainer = run.recipe.make_trainer(run, Path(folder))
@@ -341,6 +384,7 @@ sample, rank = trainer.tool_sampling._sample, trainer.accelerator.process_index
 
 def counted(*given):
     Counted.rounds += 1
+    print("ROUND", rank, flush=True)
     if name == "control":
         with trainer.weight_sync.ready():
             return sample(*given)
@@ -357,12 +401,12 @@ print("ROUNDS", rank, Counted.rounds, flush=True)
 @pytest.mark.slow
 @BOTH
 def test_processes_differ_in_their_turns_under_zero_3(turns, tmp_path):
-    """Weights are gathered once for all turns. The control, which gathers them for each turn, dies or hangs."""
+    """Weights are gathered once for all turns. The control gathers them for each turn, and its collectives mismatch."""
     (tmp_path / "launched.py").write_text(LAUNCHED)
 
     def launched(name: str, timeout: int) -> tuple[int | None, str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        command += ["launched.py", turns, str(tmp_path / name), name]
+        command += ["launched.py", turns, str(tmp_path / name), name, MODEL]
         log = tmp_path / f"{name}.log"
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -379,4 +423,6 @@ def test_processes_differ_in_their_turns_under_zero_3(turns, tmp_path):
     rounds = dict(line.split()[1:] for line in text.splitlines() if line.startswith("ROUNDS"))
     assert int(rounds["0"]) > int(rounds["1"]) == 4
     assert all(line["replay/gap_max"] <= 1e-5 for line in steps(tmp_path / "once"))
-    assert launched("control", 300)[0] != 0
+    code, text = launched("control", 300)
+    assert code != 0 and "ROUNDS" not in text
+    assert text.count("ROUND 0") > text.count("ROUND 1") == 2  # until there, both had sampled alike

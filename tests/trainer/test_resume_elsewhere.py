@@ -145,7 +145,8 @@ def state(rank: int, widths: tuple[int, ...]) -> dict[str, Any]:
         rows = torch.tensor([[number] * width for number in ids])
         columns = {"prompt_mask": rows.clamp(max=1), "completion_ids": rows, "num_items_in_batch": torch.tensor(9)}
         buffer.append({**columns, "advantages": rows[:, 0].float(), "traces": ids})
-    return {"loss": torch.tensor(float(rank)), "initial": [3], "step": 2, "buffer": buffer, "reference": {"w": rank}}
+    own = {"loss": torch.tensor(float(rank)), "initial": [3], "step": 2, "buffer": buffer, "reference": {"w": rank}}
+    return {**own, "ahead": {"step": 1, "rows": list(range(8 * rank, 8 * rank + 8))}}
 
 
 @pytest.mark.parametrize(("processes", "rows", "factor"), [(1, 4, 1), (1, 2, 2), (4, 1, 1), (2, 2, 1), (4, 2, 0.5)])
@@ -158,6 +159,8 @@ def test_an_update_keeps_its_rows(processes, rows, factor):
     assert [len(one["buffer"]) for one in dealt] == [now.generation] * processes
     assert [one["step"] for one in dealt] == [int(2 * factor)] * processes
     assert {float(one["loss"]) for one in dealt} == {0.5}
+    assert [row for one in dealt for row in one["ahead"]["rows"]] == list(range(16))  # of the next generation
+    assert {(one["ahead"]["step"], len(one["ahead"]["rows"])) for one in dealt} == {(1, 16 // processes)}
 
     def update(parts: list[dict[str, Any]], accumulation: int, number: int) -> list[int]:
         chosen = [one["buffer"][number * accumulation : (number + 1) * accumulation] for one in parts]

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # case -> kind and keys of the
     **{f"{kind}, learning": (kind, {"cache": DELAYED, "scorers": LEARN}) for kind in SAMPLED},
     **{f"{kind}, learning, windows": (kind, {"cache": KVPOP, "scorers": LEARN, "windows": True}) for kind in SAMPLED},
 }
-FAST = ("distill, packed", "kvpop", "grpo, am", "grpo, learning")
+FAST = ("distill, packed", "kvpop", "grpo, learning")
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])

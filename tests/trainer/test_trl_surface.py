@@ -6,6 +6,7 @@ After an update of these libraries, a failure names the changed member. The tabl
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 import transformers
 from accelerate import Accelerator
 from deepspeed.checkpoint import ds_to_universal
+from processes import python
 from transformers.integrations import deepspeed as hf_deepspeed
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
@@ -45,6 +47,8 @@ METHODS = {
         "_calculate_rewards": "inputs prompts completions completion_ids_list",
         "_log_completion_extra": "column values",
         "_generate_and_score_completions": "inputs",
+        "_prepare_inputs": "generation_batch",
+        "training_step": "model inputs num_items_in_batch",
         "_compute_loss": "model inputs",
         "_get_per_token_logps_and_entropies": (
             f"model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss {IMAGES}"
@@ -132,6 +136,14 @@ def test_only_expected_functions_read_use_vllm():
     }
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_training_imports_no_vllm():
+    """Control: TRL alone imports it."""
+    for module, imports_it in (("trainer.grpo.trainer", 0), ("trl.trainer.grpo_trainer", 1)):
+        assert python("-c", f"import sys, {module}; sys.exit('vllm' in sys.modules)").returncode == imports_it
+
+
 def test_the_sampler_gives_trls_order_in_the_first_epoch(grpo):
     schedule = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}
     trainer = grpo(**schedule)
@@ -151,6 +163,6 @@ def test_the_table_lists_every_name():
     checked |= {"add_fused_lm_head", "_ForwardRedirection", "prepare_deepspeed", "unwrap_model_for_generation"}
     checked |= {"create_model_from_path", "maybe_gather_lm_head_ctx", "INTEGRATION_TO_CALLBACK"}
     checked |= {"TrainingArguments.logging_nan_inf_filter", "Accelerator.optimizer_step_was_skipped"}
-    checked |= {"unset_hf_deepspeed_config", "deepspeed.ops.__compatible_ops__"}
+    checked |= {"is_vllm_available", "unset_hf_deepspeed_config", "deepspeed.ops.__compatible_ops__"}
     section = DOCUMENT.read_text().split("## TRL and transformers")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([^`]+)` \|", section, re.M)) == checked

@@ -126,7 +126,7 @@ def check_resumed(make: Callable[..., Any], folder: Path, at: int = 2, **setting
     from sparse_rl.commands.train import train
     from sparse_rl.metrics import read_metrics
 
-    shared = {"max_steps": 5, "save_steps": 2, "save_total_limit": None, **settings}
+    shared = {"max_steps": 4, "save_steps": 2, "save_total_limit": None, **settings}
     whole, resumed = folder / "whole", folder / "resumed"
     final = Path(train(make(output_dir=str(whole), **shared)))
     shutil.copytree(whole, resumed)

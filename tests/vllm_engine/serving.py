@@ -68,6 +68,7 @@ class Server:
                 command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True
             )
         self.url = f"http://127.0.0.1:{self.port}"
+        self.headers: dict[str, str] = {}  # of `metrics`
         self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300)
 
     def wait(self) -> None:
@@ -111,7 +112,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Return vLLM's metrics without their labels; `blocks` is the number of blocks in the pool."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers).text
         result = {name: float(value) for name, value in re.findall(r"^vllm:(\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
         match = re.search(r'num_gpu_blocks="(\d+)"', text)
         assert match

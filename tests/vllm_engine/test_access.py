@@ -6,9 +6,11 @@ import itertools
 import json
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 from starlette.testclient import TestClient, WebSocketDenialResponse
 
 from rollout.vllm import serve
@@ -207,3 +209,28 @@ def test_token_ids_are_limited_by_the_models_context_alone(body: dict[str, Any])
     assert server.over_body(body) is None
     assert server.over_body({"bad_words": list(body.values())}) is not None
     assert server.over_body({"prompt": [-1] * 2**18}) is not None
+
+
+def test_only_requests_with_the_same_key_and_salt_share_conversations() -> None:
+    """The key reaches the place where requests are made. Requests that are no plain tokens share nothing."""
+    owners = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for salt in (None, "salt"):
+            request = dict.fromkeys(("lora_request", "mm_features", "prompt_embeds"))
+            owners.append(server.owner_of(SimpleNamespace(**request, cache_salt=salt)))
+            for other in request:
+                assert server.owner_of(SimpleNamespace(**{**request, other: ["x"]}, cache_salt=salt)) is None
+        await Response()(scope, receive, send)
+
+    state = SimpleNamespace(args=app_of("--api-key", "other", "secret").state.args)
+    guarded = server.Guard(app)
+
+    async def with_state(scope: Any, receive: Any, send: Any) -> None:
+        await guarded({**scope, "app": SimpleNamespace(state=state)}, receive, send)
+
+    for key in ("secret", "other", "secret"):
+        assert client(with_state).get("/", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    assert owners[:2] == owners[4:]
+    assert len({None, *owners}) == 1 + 4
+    assert server.owner_of(SimpleNamespace(lora_request=None, mm_features=None, prompt_embeds=None)) is None  # no key

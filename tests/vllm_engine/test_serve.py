@@ -180,6 +180,42 @@ def test_the_command_starts_vllms_server(
 
 
 @pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ([], 4 * 2**30),
+        (["--kept-gb", "0.5"], 2**29),
+        (["--kept-gb", "0"], 0),
+        (["--cache", "turns=prefilled"], 0),
+        (["--cache", "policy=full"], None),
+        (
+            ["--cache", "turns=prefilled", "--kept-gb", "1"],
+            "--kept-gb: no conversation is kept under the policy gkv: its",
+        ),
+        (
+            ["--cache", "policy=full", "--kept-gb", "1"],
+            "--kept-gb: no conversation is kept under the policy full: it e",
+        ),
+        (["--kept-gb", "-1"], "expected a number >= 0, got '-1'"),
+    ],
+)
+def test_conversations_are_kept_if_their_turns_are(
+    words: list[str], kept: int | str | None, model: Path, started: list, capfd: pytest.CaptureFixture
+) -> None:
+    status = run(model, "--port", free_port(), *words)
+    out, err = capfd.readouterr()
+    if isinstance(kept, str):
+        assert (status, kept in err, started) == (2, True, [])
+        return
+    (command,) = started
+    assert ("conversations: the next turn goes on from a kept cache, of up to" in out) == bool(kept)
+    if kept is None:
+        assert "--kv-transfer-config" not in command
+    else:
+        transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+        assert transfer["kv_connector_extra_config"]["sparse_rl"]["kept"] == kept
+
+
+@pytest.mark.parametrize(
     ("values", "flags", "source", "says"),
     [
         ({}, [], "vllm", None),

@@ -31,7 +31,7 @@ MATRIX = [
 ]
 assert set(FIRST_RUNS.values()) == set(ON_BOTH)
 LENGTHS = (5, 17, 33, 48, 63, 64, 79, 80, 81, 100, 130, 200, 256, 333, 450, 600)
-GREEDY = SamplingConfig(80, temperature=0, ignore_eos=True)
+GREEDY = SamplingConfig(48, temperature=0, ignore_eos=True)
 
 
 @pytest.mark.parametrize(("policy_name", "period", "family"), MATRIX)

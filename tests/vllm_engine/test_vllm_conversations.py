@@ -27,7 +27,8 @@ from watching import pool_of, watched
 
 from rollout import Rollout, SamplingConfig, make_engine
 from rollout.engine import Turn
-from rollout.vllm.memory import kept_bytes, turn_entries
+from rollout.turns import turn_lengths
+from rollout.vllm.memory import kept_bytes
 from rollout.vllm.state import CacheState
 from sparse_rl.attention import replay_logprobs
 from sparse_rl.errors import UserError
@@ -156,7 +157,13 @@ def test_the_turn_before_may_be_continued_several_times(open_engine: Callable) -
         [r for r, _ in engine.converse(turns, replace(SAMPLING, seed=seed), keep=False)] for seed in (4, 4, 5)
     )
     assert outcome(once) == outcome(again) != outcome(other)
-    twice = engine.converse([turns[0], turns[0]], replace(SAMPLING, temperature=0), keep=False)
+    greedy = replace(SAMPLING, temperature=0)
+    with pytest.raises(
+        UserError, match=r"the earlier turns of a conversation have temperature 1\.0, but this one has 0"
+    ):
+        engine.converse(turns[:1], greedy)
+    held = engine.converse([Turn(read[0][0], 24)], greedy)[0][1]
+    twice = engine.converse([Turn(read[1][0], 24, held)] * 2, greedy, keep=False)
     assert outcome([twice[0][0]]) == outcome([twice[1][0]])
 
 
@@ -229,17 +236,17 @@ def test_a_stop_token_ends_a_turn_only_if_it_is_sampled(name: str, open_engine: 
 @pytest.mark.parametrize("name", ["gkv", "am"])
 @pytest.mark.few(1)
 def test_the_cache_must_have_room_for_what_is_read(name: str, open_engine: Callable) -> None:
-    """The entries that are held, and the tokens read at once; not the whole conversation. `turn_entries` says it."""
+    """The entries that are held, and the tokens read at once; not the whole conversation. `turn_lengths` says it."""
     policy = policy_of(name, budget=20, sinks=1, window=6, period=8, reference_queries=12)
     engine = open_engine(policy, QUICKSTART, max_batch=8, max_model_len=512, max_prompt=64)
-    answer = 64 - turn_entries(engine.policy, 0)
+    answer = 64 - engine.policy.schedule.peak
     lengths = range(101, 101 + 8)
     pairs = engine.converse([Turn([5] * 60, length) for length in lengths], SAMPLING)
     rollouts = engine.converse([Turn([5] * answer, 4, held) for _, held in pairs], SAMPLING)
     assert [len(r.trace) for r, _ in rollouts] == [60 + length + answer + 4 for length in lengths]
     longer = [Turn([5] * (answer + 1), 4, held) for _, held in pairs]
     if name == "am":  # it reads them one by one
-        assert turn_entries(engine.policy, 100) == 64 - answer
+        assert turn_lengths(engine.policy, 1, 100)[0] == 64 - answer
         engine.converse(longer, SAMPLING)
         return
     with pytest.raises(

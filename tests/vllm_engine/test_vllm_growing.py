@@ -21,7 +21,7 @@ from rollout.vllm.scheduler import HOLDING, EvictingManager
 GROWS = {"tokens": [30, 60, 120], "entries": [24, 40, 72]}
 
 
-@pytest.mark.parametrize(("name", "period"), [("gkv", 8), ("h2o", 1), ("streaming", 16), ("snapkv", 16)])
+@pytest.mark.parametrize(("name", "period"), [("gkv", 8), ("h2o", 1), ("streaming", 16), ("am", 8)])
 @pytest.mark.few(1)
 def test_growing_rollouts_equal_those_of_hf_to_the_last_bit(name: str, period: int, open_engine: Callable) -> None:
     """Ragged prompts in chunks, two samples of one prefill each. Control: wrong traces have a gap."""

@@ -59,7 +59,8 @@ def test_evictions_equal_those_of_training_and_hf(scorer: str, chunk: int, open_
                 assert (r.trace.kept_counts(query) == min(query + 1, B)).all()
 
 
-@pytest.mark.parametrize("scorer", ["linear", "delayed"])
+@pytest.mark.parametrize("scorer", ["delayed", "linear"])
+@pytest.mark.few(1)
 def test_vllm_breaks_ties_as_training_does(scorer: str, open_engine: Callable, tmp_path: Path) -> None:
     """Untrained scorers give all tokens within one step of the decay equal scores; no tie is decided otherwise."""
     policy = learned_policy(scorer, B, decay_every=8)

@@ -29,7 +29,7 @@ def quickstart_prompts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("policy_name", "period"), CELLS)
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_replay_equals_sampling(policy_name: str, period: int, open_engine: Callable) -> None:
     """Control: under each wrong trace the gap is at least 1e-3, and at least 100 times the true gap."""
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=period), random_prompts(LENGTHS, seed=1)
@@ -50,6 +50,7 @@ def test_replay_equals_sampling(policy_name: str, period: int, open_engine: Call
 
 
 @pytest.mark.parametrize("cache", [{"policy": "gkv", "window": 8}, {"policy": "streaming"}], ids=lambda c: c["policy"])
+@pytest.mark.few(1)
 def test_exact_rollouts_equal_those_of_hf_to_the_last_bit(cache: dict, open_engine: Callable) -> None:
     """A trained model in float32 on a CPU. Control: vLLM's own kernels give other bits."""
     prompts, sampling = quickstart_prompts(16), SamplingConfig(60, seed=2, ignore_eos=True)
@@ -97,6 +98,7 @@ def test_temperature_top_p_and_top_k_equal_the_reference_engines(exact: bool, op
 
 
 @pytest.mark.parametrize("policy_name", ["tova", "h2o"])
+@pytest.mark.few(1)
 def test_budgets_below_the_block_size_equal_the_reference_engine(policy_name: str, open_engine: Callable) -> None:
     """Also without a window, where the newest token may be evicted."""
     policy = policy_of(policy_name, budget=3, window=0, period=2)

@@ -97,7 +97,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     return memory
 
 
-@pytest.mark.parametrize("policy_name", ["full", "gkv"])
+@pytest.mark.parametrize("policy_name", ["gkv", "full"])
+@pytest.mark.few(1)
 def test_an_engine_samples_the_same_tokens_after_a_sleep(
     policy_name: str, memory: Memory, open_engine: Callable
 ) -> None:

@@ -36,6 +36,7 @@ def test_log_probs_among_the_supports_are_the_samplers(
 
 
 @pytest.mark.parametrize("policy", ["gkv", "full"])
+@pytest.mark.few(1)
 def test_both_engines_record_the_same_supports(policy: str, open_engine: Callable) -> None:
     """To the last bit, as they sample the same tokens; forced tokens have none. Control: another top_p."""
     prompts, cache = quickstart_prompts(6), policy_of(policy, budget=32, window=8, period=8)

@@ -62,6 +62,9 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     f"{CONNECTOR}.on_new_request": "request",
     f"{CONNECTOR}.get_finished": "finished_req_ids",
     f"{CONNECTOR}.requires_piecewise_for_cudagraph": "extra_config",
+    f"{CONNECTOR}.reset_cache": "",
+    "v1.engine.core.EngineCore.collective_rpc": "method timeout args kwargs",
+    "v1.core.sched.scheduler.Scheduler.reset_connector_cache": "",
     "v1.worker.gpu_worker.Worker.determine_available_memory": "",
     "v1.worker.gpu_worker.Worker.get_kv_cache_spec": "",
     "v1.worker.cpu_worker.CPUWorker.determine_available_memory": "",
@@ -118,7 +121,7 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
     "v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens",
     "sampling_params.StructuredOutputsParams": "json structural_tag",
-    "v1.request.Request": "num_tokens num_output_tokens",
+    "v1.request.Request": "num_tokens num_tokens_with_spec num_output_tokens",
     "v1.request.RequestStatus": "FINISHED_ERROR",
     "v1.outputs.SamplerOutput": "sampled_token_ids",
     "v1.kv_cache_interface.KVCacheConfig": "needs_kv_cache_zeroing kv_cache_groups",
@@ -126,7 +129,8 @@ MEMBERS = {  # class or module -> its fields, properties, methods and names that
     "outputs.CompletionOutput": "finish_reason stop_reason",
     "exceptions": "VLLMValidationError",
     "sampling_params.SamplingParams": "seed temperature top_p top_k extra_args",
-    "v1.engine.EngineCoreRequest": "prompt_token_ids sampling_params resumable",
+    "v1.engine.EngineCoreRequest": "prompt_token_ids sampling_params resumable lora_request mm_features prompt_embeds "
+    "cache_salt",
     "v1.worker.gpu_input_batch.CachedRequestState": "sampling_params output_token_ids",
     "v1.worker.gpu_input_batch.InputBatch": "req_ids",
     "v1.worker.gpu.input_batch.InputBatch": "req_ids idx_mapping_np num_computed_tokens_np num_scheduled_tokens",
@@ -161,7 +165,8 @@ ASSIGNED = {  # class -> attributes that its objects get when they are created
     f"{BACKENDS}.cpu_attn.CPUAttentionMetadataBuilder": "isa",
     f"{BACKENDS}.cpu_attn.CPUAttentionBackendImpl": "scale sliding_window alibi_slopes sinks logits_soft_cap "
     "kv_sharing_target_layer_name attn_type",
-    "v1.request.Request": "request_id status stop_reason resumable num_preemptions",
+    "v1.request.Request": "request_id status stop_reason resumable num_preemptions all_token_ids "
+    "skip_reading_prefix_cache num_computed_tokens",
     "v1.core.block_pool.BlockPool": "num_gpu_blocks",
     "v1.engine.llm_engine.LLMEngine": "engine_core model_config vllm_config",
     "entrypoints.llm.LLM": "llm_engine",

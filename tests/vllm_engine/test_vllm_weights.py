@@ -70,7 +70,7 @@ def test_updates_reach_every_weight(family: str, tied: bool, open_engine: Callab
     ("family", "layer"),
     [("qwen2", layer) for layer in LAYERS] + [pytest.param(*case, marks=pytest.mark.slow) for case in FUSED],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_control_a_single_stale_weight_gives_a_gap(family: str, layer: str, open_engine: Callable) -> None:
     model = type(new_model(family)).from_pretrained(directory_of(family), dtype=torch.float32).eval()
     engine, prompts = open_engine(POLICY, family, shared=True), random_prompts(LENGTHS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout.engine import SamplingConfig
+from rollout.engine import Rollout, SamplingConfig
 from rollout.recorded import RecordedRollouts
 from sparse_rl.data.tokens import prompt_ids
 from sparse_rl.models.load import base_of
@@ -78,19 +79,10 @@ class WeightSync:
         trainer, args = self.trainer, self.trainer.args
         defaults = self._defaults()
         tolerance = Tolerance(self.guard.floor or defaults.floor, self.guard.factor or defaults.factor)
-        model = base_of(trainer.accelerator.unwrap_model(trainer.model))
         prompts, count = self._probe_prompts()
         sampling = SamplingConfig(count, temperature=trainer.temperature, seed=args.seed, ignore_eos=True)
-        rollouts = self.engine.generate(prompts, sampling)
-        rows = [torch.tensor([*r.prompt_ids, *r.completion_ids]) for r in rollouts]
-        ids, mask = (
-            pad_sequence(padded, batch_first=True, padding_side="left").to(trainer.accelerator.device)
-            for padded in (rows, [torch.ones_like(row) for row in rows])
-        )
-        with torch.no_grad():
-            out, _ = trainer.replay(model, ids, mask, count, [r.trace for r in rollouts])
-        local = out.log_probs[:, -count:].float().cpu() - torch.tensor([r.model_logprobs for r in rollouts])
-        gap = float(trainer.accelerator.gather(local.abs().mean().to(trainer.accelerator.device)).max())
+        local = self.gap(self.engine.generate(prompts, sampling)).abs().mean()
+        gap = float(trainer.accelerator.gather(local.to(trainer.accelerator.device)).max())
         if self.probed != trainer.state.global_step:  # else a run resumed after a validation would log the gap twice
             trainer._metrics["train"]["sync/probe_gap"].append(gap)  # logged with the next step
         self.probed = trainer.state.global_step
@@ -99,6 +91,22 @@ class WeightSync:
             check_gap("weight sync", gap, first if self.limit is None else self.limit)
         if self.limit is None:
             self.limit = tolerance.limit(gap)
+
+    def gap(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Return log p_trainer - log p_engine of the tokens of rollouts, under the present weights, float [tokens]."""
+        trainer, pad = self.trainer, partial(pad_sequence, batch_first=True)
+        texts = [torch.tensor(r.prompt_ids) for r in rollouts], [torch.tensor(r.completion_ids) for r in rollouts]
+        (prompts, real), (completions, sampled) = (
+            [pad(rows, padding_side=side) for rows in (part, [torch.ones_like(row) for row in part])]
+            for part, side in zip(texts, ("left", "right"), strict=True)
+        )
+        model, device = base_of(trainer.accelerator.unwrap_model(trainer.model)), trainer.accelerator.device
+        ids, mask = torch.cat([prompts, completions], 1).to(device), torch.cat([real, sampled], 1).to(device)
+        with torch.no_grad():
+            out, _ = trainer.replay(model, ids, mask, sampled.shape[1], [r.trace for r in rollouts])
+        whole = out.log_probs if getattr(out, "whole", None) is None else out.whole  # before truncation
+        theirs = pad([torch.tensor(r.model_logprobs) for r in rollouts])
+        return (whole[:, -sampled.shape[1] :].float().cpu() - theirs)[sampled.bool()]
 
     def _probe_prompts(self) -> tuple[list[list[int]], int]:
         """Return the probe's prompts, and the number of tokens that can be sampled per prompt without an eviction.
@@ -115,8 +123,10 @@ class WeightSync:
     def check(self, gap: Tensor) -> None:
         """Raise ReplayGapError if the guard is enabled and the mean |gap| of a batch, float [N], is above the limit.
 
-        Recorded rollouts are only checked before the first update, and only if the sampler had the model's weights.
+        Recorded rollouts are only checked before the first update, and only if the sampler had the model's weights;
+        rollouts of older weights are not checked.
         """
         updated = isinstance(self.engine, RecordedRollouts) and self.trainer.state.global_step > 0
+        updated |= self.trainer.ahead is not None and self.trainer.mode == "train" and self.trainer.ahead.behind > 0
         if self.guard.enabled and self.limit is not None and not updated:
             check_gap("replay gap", float(gap.abs().mean()) if gap.numel() else 0.0, self.limit)

@@ -13,6 +13,7 @@ The trainer is a subclass of TRL's GRPOTrainer, with these differences:
 - where top-p, top-k or min-p truncate the sampler's distribution, all models score a token among the tokens that its
   draw kept, and the loss is that of the truncated policy;
 - the gap between sampler and trainer is measured on every rollout, logged, and guarded (metrics.py);
+- the next generation may be sampled, by servers, while the present one trains (ahead.py);
 - tools are called side by side and within a time limit, between turns that our engine samples (turns.py).
 """
 
@@ -32,9 +33,7 @@ import torch
 import trl
 from torch import Tensor
 from torch.utils.data import Sampler
-from trl import GRPOTrainer
 from trl.models.utils import _ForwardRedirection
-from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput, RepeatSampler, maybe_gather_lm_head_ctx
 
 from rollout.config import RolloutConfig
@@ -42,25 +41,37 @@ from rollout.context.config import PromptCacheConfig
 from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, Rollout, SamplingConfig
 from rollout.recorded import RecordedRollouts, check_rows
-from rollout.turns import Conversation
+from rollout.turns import Conversation, RowTrace, check_environments
 from sparse_rl.attention.families import context_length
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
 from sparse_rl.attention.views import make_view
 from sparse_rl.data.tokens import SplitPrompt, prompt_ends, prompt_ids, split_prompt
-from sparse_rl.errors import UserError
+from sparse_rl.errors import UserError, reason
 from sparse_rl.experts import RouterReplay, balancing_loss, has_experts
 from sparse_rl.models.load import base_of
 from sparse_rl.trace import EvictionTrace, Supports
 from sparse_rl.trace.sections import SUPPORT
-from trainer.arguments import ReplayedArguments, check_adapters, model_options, weights_dtype, with_settings
+from trainer.arguments import (
+    ReplayedArguments,
+    check_adapters,
+    model_options,
+    weights_dtype,
+    with_settings,
+    without_vllm,
+)
 from trainer.base import Resumable, text_parts
-from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig, check_turns
+from trainer.config import ScorersConfig, SparseGRPOConfig, TrainingConfig, check_ahead, check_turns
+from trainer.grpo.ahead import Ahead
 from trainer.grpo.metrics import AuxiliaryLosses, GRPOMetrics, StepClock, show_panels
 from trainer.grpo.sync import WeightSync
-from trainer.grpo.turns import RowTrace, ToolSampling, check_tools, replay_turns, trace_of_state, trace_state
+from trainer.grpo.turns import ToolSampling, check_tools, replay_turns, trace_of_state, trace_state
 from trainer.sampler import SamplerSettings
 from trainer.weights import carry_scorers, load_reference, reference_state
+
+with without_vllm():
+    from trl import GRPOTrainer
+    from trl.trainer import grpo_trainer
 
 
 @with_settings(TrainingConfig, SparseGRPOConfig)
@@ -88,7 +99,7 @@ class SparseGRPOArguments(ReplayedArguments, trl.GRPOConfig):
         sparse, self.top_k = self.sparse, self.top_k or 0
         super().__post_init__()
         sparse.check_options(vars(self))
-        if sparse.importance_correction != "none":
+        if sparse.weighs:
             self.vllm_importance_sampling_mode = sparse.importance_correction
             self.vllm_importance_sampling_clip_max = sparse.importance_clip
 
@@ -139,6 +150,7 @@ class TracedBatch:
     keeps it. The loss of a part of that dict takes the part's traces into its own TracedBatch, and replays them.
 
     prompts : prompts, split after their contexts, if the engine compacts these; empty while a loss is computed
+    begun : True from the first turn on, when the environments of conversations have been reset
     conversations : conversations with tools that are being sampled
     rollouts : rollouts that were just sampled; empty while a loss is computed
     rewards : rewards of all ranks, float [rows, reward functions]
@@ -150,6 +162,7 @@ class TracedBatch:
 
     traces: Sequence[RowTrace] = ()
     prompts: Sequence[SplitPrompt] = ()
+    begun: bool = False
     conversations: Sequence[Conversation] = ()
     rollouts: Sequence[Rollout] = ()
     rewards: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -230,7 +243,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             refuse_reentrant_checkpointing(model)
         # TRL's only switch for its importance correction. Here, after construction, it has no other effect: TRL's other
         # code that reads use_vllm is overridden by this class, or runs only with rollout_func.
-        self.use_vllm = self.args.sparse.importance_correction != "none"
+        self.use_vllm = self.args.sparse.weighs
         self.sampling = SamplingConfig(
             max_tokens=cast(int, self.max_completion_length),
             temperature=self.temperature,
@@ -250,10 +263,14 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         recorded = isinstance(self.sampler.engine, RecordedRollouts)
         contexts, held_out = self.sampler.prompt_cache is not None, cast(Any, self.eval_dataset)
         check_rows(self.train_dataset, recorded, args.sparse.num_generations, contexts)
+        check_environments(given.get("environment_factory"), self.train_dataset, "train_dataset")
         for rows in filter(None, held_out.values() if isinstance(held_out, dict) else [held_out]):
             check_rows(rows, recorded, cast(int, self.num_generations_eval), contexts)
+            check_environments(given.get("environment_factory"), rows, "eval_dataset")
         about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class) if contexts else None
         self.engine = self.sampler.open(live, self.sampler.place or live, live, args, *lengths, about)
+        steps = args.gradient_accumulation_steps, cast(int, args.steps_per_generation)
+        check_ahead(self.sampler.rollout, args.sparse, *steps, served=hasattr(self.engine, "begin"), tools=turns)
         if turns:
             self.tool_sampling.check_engine()
         if recorded:
@@ -264,6 +281,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.weight_sync = WeightSync(self.engine, self, self.sampler.rollout.sleep)
         self.own_metrics = GRPOMetrics(self)
         self._redirect = _ForwardRedirection()
+        self.ahead = Ahead(self) if getattr(self.sampler.rollout, "ahead", 0) else None
         self.batch = TracedBatch()
         self.generations = 0  # number of generations so far, for the sampling seed
 
@@ -296,7 +314,13 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         batch = self.batch = TracedBatch(prompts=self.split_prompts(inputs))
         if isinstance(self.engine, RecordedRollouts):
             inputs, batch.rollouts = self.engine.hand_out(inputs, self.accelerator.process_index)
-        out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
+        try:
+            out = super()._generate_and_score_completions(inputs)  # calls the overridden methods below
+        except (Exception, SystemExit) as error:
+            if self.environment_factories is None or batch.begun:
+                raise
+            names = [str(name or getattr(made, "__name__", made)) for name, made in self.environment_factories.items()]
+            raise UserError(f"{' or '.join(names)} cannot be reset: {reason(error)}", "environment") from error
         out["traces"] = batch.traces
         width = out["completion_ids"].shape[1]
         logprobs = [r.model_logprobs + [0.0] * (width - len(r.model_logprobs)) for r in batch.rollouts]
@@ -340,6 +364,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         return ids, None, {}
 
     def _generate(self, prompts: list) -> Any:
+        self.batch.begun = True
         # Processes differ in the number of turns, so what all of them do together is done once: ZeRO-3 gathers weights.
         with self.weight_sync.ready() if self.tools else nullcontext():
             return super()._generate(prompts)
@@ -355,18 +380,20 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             turns = [conversation.rollouts[-1] for conversation in self.batch.conversations]
             return [turn.completion_ids for turn in turns], [turn.logprobs for turn in turns]
         rollouts = self.batch.rollouts or self._sample(prompt_ids)
+        self._look_ahead()
         self._keep(rollouts, [r.trace for r in rollouts])
         return [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
 
-    def _tool_call_loop(self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, *_: Any) -> Any:
+    def _tool_call_loop(self, *_: Any) -> Any:
         """Continue the conversations in TRL's place. Returns mask, messages, token ids and log-probs of each, the
         numbers of calls and of failures, and no images."""
         conversations = self.batch.conversations
-        counts = self.tool_sampling.go_on(conversations, completions)
+        counts = self.tool_sampling.go_on(conversations)
         rollouts = [conversation.whole() for conversation in conversations]
         self._keep(rollouts, [conversation.traces() for conversation in conversations])
         ids, logprobs = [r.completion_ids for r in rollouts], [r.logprobs for r in rollouts]
-        return [[*map(int, r.sampled)] for r in rollouts], completions, ids, logprobs, *counts, [[] for _ in rollouts]
+        masks, messages = [[*map(int, r.sampled)] for r in rollouts], [one.messages for one in conversations]
+        return masks, messages, ids, logprobs, *counts, [[] for _ in rollouts]
 
     def _keep(self, rollouts: Sequence[Rollout], traces: Sequence[RowTrace]) -> None:
         replayed = self.args.sparse.train_attention == "replay"
@@ -374,7 +401,34 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         self.batch.rollouts = rollouts
         self.own_metrics.record_rollouts(rollouts)
 
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if self.ahead is not None and self._step % self.ahead.micro_batches:  # else once this generation is sampled
+            self._look_ahead()
+        return super()._prepare_inputs(generation_batch)
+
+    def _look_ahead(self) -> None:
+        """Before the last update that precedes the next generation, give the engine the weights and ask for it."""
+        if self.ahead is not None and self.mode == "train" and self.ahead.due(self._step):
+            with self.refused_at_this_step(), self.weight_sync.ready():
+                self.ahead.begin()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if not self.is_deepspeed_enabled:
+            self._check_early()
+        return loss
+
+    def _check_early(self) -> None:
+        if self.ahead is not None and self.mode == "train" and self.accelerator.sync_gradients:
+            self.ahead.check_early()
+
     def _sample(self, prompt_ids: list[list[int]]) -> Sequence[Rollout]:
+        if self.ahead is not None:
+            with self.refused_at_this_step(), self.clock.timed("generate"):
+                if self.mode == "eval":
+                    self.ahead.settle()
+                elif rollouts := self.ahead.take(prompt_ids):
+                    return rollouts
         seed = self.sampling_seed(None if self.mode == "eval" else self.generations)
         sampling = dataclasses.replace(self.sampling, seed=seed)
         with self.refused_at_this_step(), self.weight_sync.ready(), self.clock.timed("generate"):
@@ -549,13 +603,18 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     # ---- the loss of a part of TRL's batch ------------------------------------------------------------------------
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        batch = self.batch = TracedBatch(inputs["traces"])
+        if self.is_deepspeed_enabled:  # whose backward pass contains the update
+            self._check_early()
+        batch, first = TracedBatch(inputs["traces"]), "old_per_token_logps" not in inputs
+        self.batch = batch
+        if self.args.sparse.importance_correction == "ppo":
+            inputs = {**inputs, "old_per_token_logps": inputs["sampling_per_token_logps"]}
         loss = super()._compute_loss(model, inputs)
         if batch.auxiliary is not None:
             self.own_metrics.record_auxiliary(batch.auxiliary)
             weight = 1.0 if self.args.scorers is None else self.args.scorers.weight
             loss = loss + weight * batch.auxiliary.losses.mean() / self.current_gradient_accumulation_steps
-        if "old_per_token_logps" not in inputs:  # then no update has followed the rollout yet
+        if first:  # no update has followed the rollout yet
             self.own_metrics.record_gap(inputs, batch.logprobs)
         return loss
 
@@ -590,6 +649,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
             "gap_limit": self.weight_sync.limit,
             "probed": self.weight_sync.probed,
             "gaps": self.own_metrics.gaps,
+            "ahead": {} if self.ahead is None else self.ahead.state(),
             "buffer": [{**part, "traces": [trace_state(trace) for trace in part["traces"]]} for part in buffer],
             "logs": log_state(cast(Any, self._logs)),
             "reference": reference_state(self.ref_model, self.accelerator) if self.args.sync_ref_model else {},
@@ -598,6 +658,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
         self._step, self.generations, self.own_metrics.gaps = state["step"], state["generations"], state["gaps"]
+        if self.ahead is not None:
+            self.ahead.load(state["ahead"])
         synced = self.weight_sync  # its engine is new, and has no weights of this run
         synced.limit, synced.probed, synced.synced = state["gap_limit"], state["probed"], None
         buffer = []

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import get_json_schema
 from trl import chat_template_utils as templates
 
-from rollout.turns import Conversation, Message, ToolLoop, TurnTrace, sample_turns, turn_lengths
+from rollout.turns import Conversation, Message, RowTrace, ToolLoop, sample_turns, turn_lengths
 from sparse_rl.attention.branches import branched_rows
 from sparse_rl.attention.families import context_length, state_layers
 from sparse_rl.errors import UserError, reason
@@ -29,8 +29,6 @@ from sparse_rl.models.load import base_of
 from sparse_rl.trace import EvictionTrace
 
 logger = logging.getLogger("sparse_rl")
-RowTrace = EvictionTrace | tuple[TurnTrace, ...]
-"""The trace of a row: of its whole sequence, or of each of its turns if these were prefilled."""
 
 
 # ---- checks before a model is loaded ---------------------------------------------------------------------------------
@@ -45,46 +43,47 @@ def check_tools(
     rewards : number of reward functions besides those of the environments
     keys : names of the settings in errors, for tools and for environments
     """
-    named = environments if isinstance(environments, Mapping) else {"": environments} if environments else {}
-    own = False
-    for name, factory in named.items():
-        if not callable(factory):
-            raise UserError(f"{name or factory!r} is not a class", keys[1])
+    single = [] if environments is None else [environments]
+    own, of_class = False, list[Any]()
+    for factory in environments.values() if isinstance(environments, Mapping) else single:
         members = dict(inspect.getmembers(factory, inspect.isfunction)) if isinstance(factory, type) else {}
-        if members and "reset" not in members:
-            raise UserError(f"{factory.__name__} has no method reset, with which a conversation begins", keys[1])
+        if "reset" not in members and (isinstance(factory, type) or not callable(factory)):
+            name = getattr(factory, "__name__", factory)
+            raise UserError(f"{name} has no method reset, with which a conversation begins", keys[1])
         own |= "get_reward" in members or not members
-        methods = [m for n, m in members.items() if not n.startswith("_") and n not in ("reset", "get_reward")]
-        _check_schemas([MethodType(method, factory) for method in methods], keys[1])
-    _check_schemas(tools, keys[0])
+        public = (m for n, m in members.items() if not n.startswith("_") and n not in ("reset", "get_reward"))
+        of_class += [MethodType(method, factory) for method in public]
+    for key, functions in zip(keys, (tools, of_class), strict=True):
+        for function in functions:
+            try:
+                get_json_schema(function)
+            except Exception as error:  # no docstring, no type hints, or a docstring of another style
+                name = getattr(function, "__name__", repr(function))
+                wrong = f"{name} needs type hints and a docstring with its Args: {reason(error)}"
+                raise UserError(wrong, key) from error
     names = [getattr(tool, "__name__", "") for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two tools are called {twice}; rename one", keys[0])
     if not rewards and not own:
         raise UserError("there is no reward: name one, or use an environment with a method get_reward", "rewards")
-    key = keys[0] if tools else keys[1]
+    parsing_template(tokenizer, keys[0] if tools else keys[1])
+
+
+def parsing_template(tokenizer: Any, key: str) -> str | None:
+    """Prepare a tokenizer for the parsing of tool calls. Returns the chat template to use; None: the tokenizer's own.
+
+    Raises UserError at `key` if TRL does not know the tokenizer's template, or if it cannot write tool calls.
+    """
     if not templates.supports_tool_calling(tokenizer):
         raise UserError("the tokenizer's chat template cannot write tool calls and their answers", key)
     try:
         if not any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
             templates.add_response_schema(tokenizer)
-        if not templates.is_chat_template_prefix_preserving(tokenizer):
-            templates.get_training_chat_template(tokenizer)
+        kept = templates.is_chat_template_prefix_preserving(tokenizer)
+        return None if kept else templates.get_training_chat_template(tokenizer)
     except Exception as error:  # TRL knows some families of templates alone
-        raise UserError(
-            f"TRL cannot parse tool calls of the tokenizer's chat template: {reason(error)}", key
-        ) from error
-
-
-def _check_schemas(tools: Sequence[Any], key: str) -> None:
-    for tool in tools:
-        if not callable(tool):
-            raise UserError(f"{tool!r} is not a function", key)
-        try:
-            get_json_schema(tool)
-        except Exception as error:  # no docstring, no type hints, or a docstring of another style
-            name = getattr(tool, "__name__", repr(tool))
-            raise UserError(f"{name} needs type hints and a docstring with its Args: {reason(error)}", key) from error
+        wrong = f"TRL cannot parse tool calls of the tokenizer's chat template: {reason(error)}"
+        raise UserError(wrong, key) from error
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
@@ -109,8 +108,12 @@ class ToolSampling:
 
     def lengths(self, prompt: int) -> tuple[int, int]:
         """Return `turn_lengths`. prompt : maximum number of tokens of a prompt without the schemas of tools"""
-        policy, completion = self.trainer.sampler.policy, self.trainer.sampling.max_tokens
-        return turn_lengths(policy, prompt + self._schema_tokens(), completion)
+        trainer, text = self.trainer, [{"role": "user", "content": ""}]
+        options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs, "return_dict": False}
+        render = partial(trainer.processing_class.apply_chat_template, text, tokenize=True, **options)
+        tools = trainer._env_tools.values() if trainer.environment_factories is not None else [trainer.tools]
+        schemas = max(len(render(tools=some or None)) for some in tools) - len(render())
+        return turn_lengths(trainer.sampler.policy, prompt + schemas, trainer.sampling.max_tokens)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> list[Conversation]:
         """Return conversations with these prompts (token ids), after the first turn of each."""
@@ -127,70 +130,34 @@ class ToolSampling:
         with trainer.refused_at_this_step():
             sample_turns(trainer.engine, conversations, read, limits, sampling)
 
-    def go_on(self, conversations: Sequence[Conversation], completions: Sequence[list[Message]]) -> tuple[int, int]:
-        """Run tools and sample turns until no conversation calls one; completions : messages of the first turns, to
-        which all others are added. Returns the numbers of calls and of failures."""
-        trainer = self.trainer
-        for conversation, messages in zip(conversations, completions, strict=True):
-            conversation.messages = messages
-        by_row = trainer.environment_factories is not None
-        shown = [trainer._env_tools[n] for n in trainer._batch_environments] if by_row else None
+    def go_on(self, conversations: Sequence[Conversation]) -> tuple[int, int]:
+        """Run tools and sample turns until no conversation calls one. Returns the numbers of calls and of failures."""
+        trainer, metrics = self.trainer, self.trainer._metrics[self.trainer.mode]
+        named = trainer._batch_environments if trainer.environment_factories is not None else None
 
         def parse(row: int, before: list[int], ids: list[int]) -> Message:
-            schemas = trainer.tools if shown is None else shown[row]
+            schemas = trainer.tools if named is None else trainer._env_tools[named[row]]
             return cast(Message, templates.parse_response(trainer._tokenizer, ids, prefix=before, tools=schemas))
 
-        loop = ToolLoop(
-            parse,
-            trainer._get_tool_suffix_ids,
-            trainer.args.sparse.tool_seconds,
-            trainer.max_tool_calling_iterations,
-            trainer.sampling.max_tokens,
-            context_length(base_of(trainer.model).config),
-            getattr(trainer, "async_loop", None),
-            late=self.late,
-        )
+        seconds, longest = trainer.args.sparse.tool_seconds, trainer.sampling.max_tokens
+        limits = seconds, trainer.max_tool_calling_iterations, longest, context_length(base_of(trainer.model).config)
+        loop = ToolLoop(parse, trainer._get_tool_suffix_ids, *limits, getattr(trainer, "async_loop", None), self.late)
         tools = [{**a, **b} for a, b in zip(trainer._sync_tool_dicts, trainer._async_tool_dicts, strict=True)]
         with trainer.clock.timed("generate"), torch.random.fork_rng(devices=[]):  # tools draw in no fixed order
             late = loop.run(conversations, tools, self._sample)
         self.late = loop.late
-        self._record(conversations, len(late))
-        for row in late:
-            self._take_out(row)
-        for conversation in conversations:
-            conversation.held = None
-        return loop.calls, loop.failures
-
-    def _take_out(self, row: int) -> None:
-        """Let no other conversation have an environment that a late tool still uses, and no reward read it."""
-        trainer = self.trainer
-        logger.warning("a tool did not answer within %g seconds; its conversation ends", trainer.args.tool_seconds)
-        if trainer.environments is not None:
-            pool = trainer._environment_pool[trainer._batch_environments[row]]
-            pool[:] = [environment for environment in pool if environment is not trainer.environments[row]]
-            trainer.environments[row] = None
-
-    def _record(self, conversations: Sequence[Conversation], late: int) -> None:
-        trainer = self.trainer
-        counts = [sum(c.turns for c in conversations), len(conversations), late]
+        for row in late:  # its environment is still in use: no other conversation may have it, and no reward read it
+            logger.warning("a tool did not answer within %g seconds; its conversation ends", seconds)
+            if named is not None:
+                pool = trainer._environment_pool[named[row]]
+                pool[:] = [environment for environment in pool if environment is not trainer.environments[row]]
+                trainer.environments[row] = None
+        counts = [sum(c.turns for c in conversations), len(conversations), len(late)]
         local = torch.tensor([counts], device=trainer.accelerator.device)
-        turns, rows, late = trainer.accelerator.gather(local).sum(0).tolist()
-        trainer._metrics[trainer.mode]["turns/mean"].append(turns / rows)
-        trainer._metrics[trainer.mode]["tools/late"].append(float(late))
-
-    def _schema_tokens(self) -> int:
-        """Return the maximum number of tokens that the schemas of tools add to a prompt."""
-        trainer = self.trainer
-        render = partial(
-            trainer.processing_class.apply_chat_template,
-            [{"role": "user", "content": ""}],
-            chat_template=trainer.chat_template,
-            tokenize=True,
-            return_dict=False,
-            **trainer.chat_template_kwargs,
-        )
-        tools = trainer._env_tools.values() if trainer.environment_factories is not None else [trainer.tools]
-        return max(len(render(tools=schemas or None)) for schemas in tools) - len(render())
+        turns, rows, ended = trainer.accelerator.gather(local).sum(0).tolist()
+        metrics["turns/mean"].append(turns / rows)
+        metrics["tools/late"].append(float(ended))
+        return loop.calls, loop.failures
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -208,25 +175,22 @@ def replay_turns(trainer: Any, model: Any, ids: Tensor, starts: Tensor, traces: 
     rows = branched_rows(traces, ids.device, trainer.args.attention_kernel)
     made = ids.gather(1, (rows.tokens + starts).clamp(max=ids.shape[1] - 1))
     out = trainer._forward(model, made, rows.tokens, made.masked_fill(~rows.scored, -100), rows.view)
+    row, column = rows.scored.nonzero(as_tuple=True)
+    places = row, starts[row, 0] + rows.tokens[row, column] - 1
     for name in ("log_probs", "entropy"):
         if (value := getattr(out, name, None)) is not None:
             spread = value.new_zeros(len(ids), ids.shape[1] - 1)
-            for row, (positions, columns) in enumerate(rows.places):
-                spread = spread.index_put(
-                    (torch.full_like(columns, row), starts[row] + positions - 1), value[row, columns]
-                )
-            setattr(out, name, spread)
+            setattr(out, name, spread.index_put(places, value[row, column - 1]))
     return out
 
 
 def trace_state(trace: RowTrace) -> Any:
     """Return a row's trace as plain data and tensors, for a checkpoint."""
-    if isinstance(trace, EvictionTrace):
-        return trace.sections
-    return [(prompt, turn.sections) for prompt, turn in trace]
+    whole = isinstance(trace, EvictionTrace)
+    return trace.sections if whole else [(prompt, turn.sections) for prompt, turn in trace]
 
 
 def trace_of_state(state: Any) -> RowTrace:
     if isinstance(state, Mapping):
         return EvictionTrace.from_state(state)
-    return tuple(TurnTrace(prompt, EvictionTrace.from_state(sections)) for prompt, sections in state)
+    return tuple((prompt, EvictionTrace.from_state(sections)) for prompt, sections in state)

@@ -50,6 +50,7 @@ class CacheConfig:
         continue no context
     most : maximum number of entries of a sequence if `contexts` is given; None means the model's context length
     full_graphs : True if a decode step on a GPU is one CUDA graph, not one for each piece between two layers' attention
+    kept : maximum host memory in bytes of conversations that a server keeps (served.py); 0 in an engine
     """
 
     policy: Policy
@@ -58,6 +59,7 @@ class CacheConfig:
     contexts: Sequence[str] | None = None
     most: int | None = None
     full_graphs: bool = False
+    kept: int = 0
 
     @property
     def physical(self) -> bool:
@@ -96,6 +98,7 @@ def engine_arguments(
     contexts: Sequence[str] | None = None,
     most: int | None = None,
     full_graphs: bool = False,
+    kept: int = 0,
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments for a cache policy, a dtype in vLLM's spelling, and the fields of CacheConfig.
 
@@ -129,7 +132,7 @@ def engine_arguments(
         compilation = {**CUDA_COMPILATION, "cudagraph_mode": graphs}
         arguments |= {"attention_backend": "CUSTOM", "compilation_config": compilation}
     files = None if contexts is None else list(contexts)
-    sizes = {"max_prompt": max_prompt, "most": most}
+    sizes = {"max_prompt": max_prompt, "most": most, "kept": kept}
     settings = {"policy": fingerprint(policy), "contexts": files, "full_graphs": full_graphs, **sizes}
     transfer = {
         "kv_connector": CONNECTORS[contexts is not None],

@@ -13,6 +13,7 @@ offset it resets between two chunks of a prompt: on a CPU this crashes the engin
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
@@ -21,6 +22,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from ipaddress import ip_address
 from math import prod
@@ -180,7 +182,7 @@ def check_requests(vllm_config: Any) -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     config, vocab_size = arguments.cache_config(vllm_config), vllm_config.model_config.get_vocab_size()
-    whole_prompts = config is not None and config.physical
+    whole_prompts, keeps = config is not None and config.physical, config is not None and config.kept > 0
     if vllm_config.watermark_config is not None:
         raise UserError("vLLM draws tokens with a watermark by a sampler of its own; leave --watermark-config out")
     seeded = vllm_config.speculative_config is None  # with speculative decoding, vLLM uses another sampler
@@ -201,15 +203,34 @@ def check_requests(vllm_config: Any) -> None:
         ids, own = request.prompt_token_ids or (), request.sampling_params
         if (largest := max(ids, default=0)) >= vocab_size:  # in the tokenizer, not in the model: the engine would crash
             raise VLLMValidationError(f"Token id {largest} is out of vocabulary")
+        settings: dict[str, Any] = {}
+        if keeps and own is not None and (owner := owner_of(request)) is not None:
+            settings["owner"] = owner
         if seeded and own is not None and own.seed is not None and own.temperature > 0:
-            seeds = [sequence_seed(own.seed, ids, sample) for sample in range(own.n)]
-            own.extra_args, own.seed = {**(own.extra_args or {}), KEY: {"seeds": seeds}}, None
+            settings["seeds"], own.seed = [sequence_seed(own.seed, ids, sample) for sample in range(own.n)], None
+        if settings:
+            own.extra_args = {**(own.extra_args or {}), KEY: settings}
         return request
 
     InputProcessor.process_inputs = check_and_process  # type: ignore[method-assign]
 
 
 # ---- who may use the server -----------------------------------------------------------------------------------------
+
+TOKEN_OF: ContextVar[str | None] = ContextVar("token", default=None)  # the API key with which a request came, or ""
+SECRET = secrets.token_bytes(32)
+
+
+def owner_of(request: Any) -> str | None:
+    """Return a name that is the same for requests with the same API key and the same cache_salt, which alone may share
+    conversations; None for a request that shares none: with a LoRA adapter, with inputs that are no tokens, or by a way
+    that does not tell us its key.
+    """
+    token = TOKEN_OF.get()
+    if token is None or request.lora_request or request.mm_features or request.prompt_embeds is not None:
+        return None
+    return hashlib.blake2b(json.dumps([token, request.cache_salt]).encode(), key=SECRET, digest_size=16).hexdigest()
+
 
 read_json = Request.json
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -232,6 +253,7 @@ class Guard:
             await JSONResponse({"error": error}, status)(scope, receive, send)
             return
         size = 0
+        TOKEN_OF.set(_token(Headers(scope=scope))[1])
 
         async def counted() -> Message:
             nonlocal size
@@ -286,8 +308,13 @@ def _is_number(name: str, attribute: str = "version") -> bool:
         return False
 
 
-def _has_key(headers: Headers, keys: list[str]) -> bool:
+def _token(headers: Headers) -> tuple[str, str]:
     scheme, _, token = headers.get("authorization", "").partition(" ")
+    return scheme, token
+
+
+def _has_key(headers: Headers, keys: list[str]) -> bool:
+    scheme, token = _token(headers)
     matches = [secrets.compare_digest(token.encode(), key.encode()) for key in keys]  # all keys, for constant time
     return scheme.lower() == "bearer" and any(matches)
 

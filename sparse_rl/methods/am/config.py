@@ -14,8 +14,9 @@ from sparse_rl.policies.config import EvictingConfig, PolicyConfig
 class AMConfig(EvictingConfig):
     """Attention Matching: kept entries get biases and new values that preserve the attention over all entries.
 
-    budget : number of entries kept per kv head, sinks and window included; it cannot grow
-    period : number of entries that are added between two compactions; null means the budget
+    budget : number of entries kept per kv head, sinks and window included; or {tokens: [...], entries: [...]}, with
+        which it grows
+    period : number of entries that are added between two compactions; null means the (smallest) budget
     reference_queries : number of last tokens whose queries choose and fit the entries; null means 128, or budget +
         period if that is less
     select : attention keeps the keys that receive the most attention; omp chooses keys by orthogonal matching pursuit
@@ -33,7 +34,6 @@ class AMConfig(EvictingConfig):
     sections: ClassVar[str | None] = "sparse_rl.methods.am.sections"
     packs: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
-    budget: PositiveInt  # a trace records one number of fitted entries
     window: PositiveInt = 16
     period: PositiveInt | None = None  # type: ignore[assignment]  # __post_init__ sets a number
     reference_queries: PositiveInt | None = None
@@ -45,7 +45,7 @@ class AMConfig(EvictingConfig):
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)
         if self.period is None:
-            object.__setattr__(self, "period", self.budget)
+            object.__setattr__(self, "period", self.least)
         first = self.schedule.first(0)  # minimum number of tokens seen at the first compaction
         if self.reference_queries is None:
             object.__setattr__(self, "reference_queries", min(128, first))
@@ -56,8 +56,11 @@ class AMConfig(EvictingConfig):
 
     @property
     def refitted(self) -> int:
-        """Number of entries that a compaction fits in each kv head; sinks and window stay unchanged."""
-        return self.budget - self.sinks - self.window
+        """Number of entries that a compaction fits in each kv head, at most if the budget grows; sinks and window stay
+        unchanged.
+        """
+        budget = self.budget if isinstance(self.budget, int) else self.budget.entries[-1]
+        return budget - self.sinks - self.window
 
     def check_trainable(self) -> None:
         if self.fit == "paper":

@@ -80,12 +80,15 @@ class Block:
     competing: Tensor
     scaling: float
 
+    def of(self, rows: Tensor | slice) -> Block:
+        """Return some rows of the block."""
+        of_rows = (self.keys[rows], self.values[rows], self.queries[rows], self.bias[rows], self.competing[rows])
+        return Block(*of_rows, self.scaling)
+
     def parts(self, at_once: int) -> Iterator[Block]:
         """Yield the block in parts of at most `at_once` rows."""
         for start in range(0, len(self.keys), at_once):
-            rows = slice(start, start + at_once)
-            of_rows = (self.keys[rows], self.values[rows], self.queries[rows], self.bias[rows], self.competing[rows])
-            yield Block(*of_rows, self.scaling)
+            yield self.of(slice(start, start + at_once))
 
     def logits(self) -> Tensor:
         """Return the logits `scaling` q . k + bias: float64 [R, H, n, N], -inf for entries that do not compete."""

@@ -62,23 +62,31 @@ class AM(Policy):
             scaling=entries.scaling,
         )
         logits = block.queries.shape[1] * block.queries.shape[2] * block.keys.shape[2]  # of a row
-        parts = [matched for part in block.parts(max(1, FITTED_AT_ONCE // logits)) for matched in self._matched(part)]
-        chosen, bias, values, failed = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        slots = order.gather(2, chosen)
-        keep = (entries.valid() & ~competing).scatter(2, slots, True)
-        new_values = entries.values.scatter(2, slots[..., None].expand_as(values), values)
-        return Kept(keep, {BIAS: entries.state[BIAS].scatter(2, slots, bias)}, new_values, failed)
+        keep, bias, new_values = entries.valid() & ~competing, entries.state[BIAS].clone(), entries.values.clone()
+        failed = keep.new_zeros(len(order))
+        for left in sorted(set(entries.left)):  # one number, unless the budget grows
+            rows = torch.tensor([row for row, count in enumerate(entries.left) if count == left], device=order.device)
+            alike = block if len(rows) == len(order) else block.of(rows)
+            at_once = max(1, FITTED_AT_ONCE // logits)
+            count = left - self.config.sinks - self.config.window
+            parts = [matched for part in alike.parts(at_once) for matched in self._matched(part, count)]
+            chosen, new_bias, values, failed[rows] = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            slots = order[rows].gather(2, chosen)
+            keep[rows] = keep[rows].scatter(2, slots, True)
+            bias[rows] = bias[rows].scatter(2, slots, new_bias)
+            new_values[rows] = new_values[rows].scatter(2, slots[..., None].expand_as(values), values)
+        return Kept(keep, {BIAS: bias}, new_values, failed)
 
-    def _matched(self, block: Block) -> list[tuple[Tensor, ...]]:
+    def _matched(self, block: Block, count: int) -> list[tuple[Tensor, ...]]:
         """Return the results of `match`, and True for rows that have failed, in parts of the block. A row that has
         failed keeps any of its entries, unchanged.
         """
-        rows, count = len(block.keys), self.config.refitted
+        rows = len(block.keys)
         try:
             return [(*match(block, count, self.fit), block.competing.new_zeros(rows))]
         except NotFiniteError:
             if rows > 1:
-                return [matched for row in block.parts(1) for matched in self._matched(row)]
+                return [matched for row in block.parts(1) for matched in self._matched(row, count)]
         slots = slots_of(block.competing & (block.competing.cumsum(-1) <= count), count)
         values = block.values.gather(2, slots[..., None].expand(-1, -1, -1, block.values.shape[-1]))
         return [(slots, block.bias.gather(2, slots), values, block.competing.new_ones(rows))]

@@ -27,7 +27,8 @@ class Record:
     """The settings that, together with the entries that stay, determine a fit. A trace holds them as numbers.
 
     sinks, window : number of first tokens, and of most recent tokens, that are not fitted
-    refitted : t, the number of entries per kv head that a compaction keeps and fits
+    refitted : t, the number of entries per kv head that a compaction keeps and fits; 0 if the budget grows, and then as
+        many as stay
     reference_queries : number of last tokens whose queries are the reference queries
     ridge : ridge of the value fit
     pursuit : True if keys are chosen by orthogonal matching pursuit (omp or omp_fast), False if by attention
@@ -46,7 +47,8 @@ class Record:
     def of(cls, config: Any) -> Record:
         """Make the record from a policy's settings, an AMConfig."""
         pursuit, paper = config.select != "attention", config.fit == "paper"
-        return cls(config.sinks, config.window, config.refitted, config.reference_queries, config.ridge, pursuit, paper)
+        refitted = config.refitted if isinstance(config.budget, int) else 0
+        return cls(config.sinks, config.window, refitted, config.reference_queries, config.ridge, pursuit, paper)
 
     @classmethod
     def read(cls, settings: Tensor) -> Record:
@@ -147,7 +149,8 @@ def fitted_parts(bounds: Tensor, queries: Tensor, group: int) -> list[FittedPart
 
 def _check_refit_at(times: Tensor, sections: Sections, prompt: int | None) -> str | None:
     """The times ascend, from the end of the prompt to the last query, and tokens are evicted only at these times. Each
-    compaction keeps the sinks, the window, and as many other entries as `refit_with` says.
+    compaction keeps the sinks, the window, and as many other entries as `refit_with` says; if the budget grows, as many
+    in every kv head, and no fewer than the compaction before.
     """
     evict_at, last, shown = sections["evict_at"], last_query(sections), times.tolist()[:20]
     if bool((times.diff() <= 0).any()) or bool(((times < 1) | (times > last)).any()):
@@ -169,11 +172,15 @@ def _check_refit_at(times: Tensor, sections: Sections, prompt: int | None) -> st
     by_time = torch.zeros(*evict_at.shape[:2], len(times) + 1, dtype=torch.int64)
     by_time.scatter_add_(-1, torch.searchsorted(times, evict_at), torch.ones_like(evict_at, dtype=torch.int64))
     held = times - by_time[..., :-1].cumsum(-1)
-    if bool((held != sinks + refitted + window).any()):
-        layer, head, place = (int(i) for i in (held != sinks + refitted + window).nonzero()[0])
+    least = held[0, 0].cummax(0).values.clamp(min=sinks + window + 1)  # of a budget that grows
+    expected = (torch.full_like(least, sinks + refitted + window) if refitted else least).expand_as(held)
+    if bool((held != expected).any()):
+        layer, head, place = (int(i) for i in (held != expected).nonzero()[0])
+        says = f"refit_with says {sinks} + {refitted} + {window}"
+        grows = f"a budget that grows leaves {int(least[place])} or more, in every kv head as many"
         return (
             f"the compaction at {int(times[place])} leaves {int(held[layer, head, place])} entries in layer {layer}, "
-            f"kv head {head}, but refit_with says {sinks} + {refitted} + {window}"
+            f"kv head {head}, but {says if refitted else grows}"
         )
     return None
 
@@ -188,7 +195,7 @@ def _check_refit_with(values: Tensor, sections: Sections, prompt: int | None) ->
         return message
     sinks, window, refitted, queries, ridge, *flags = values.tolist()
     whole = all(number == int(number) for number in (sinks, window, refitted, queries))
-    return None if whole and refitted and queries and ridge and set(flags) <= {0.0, 1.0} else message
+    return None if whole and queries and ridge and set(flags) <= {0.0, 1.0} else message
 
 
 def _check_compacted_with(values: Tensor, sections: Sections, prompt: int | None) -> str | None:

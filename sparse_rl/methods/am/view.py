@@ -45,6 +45,7 @@ PIECE = 1024  # number of queries after the context that attend in one call, bec
 class Segment:
     """The tokens between two compactions, for the R rows that have this segment."""
 
+    held: int  # number of entries of the first kv head before each row's first token
     rows: Tensor  # int64 [R], indices of the rows in the batch
     kept_rows: Tensor  # int64 [R], indices of the same rows among the rows of the previous segment
     own: Tensor  # int64 [R, T], columns of the segment's tokens, right-padded
@@ -60,13 +61,15 @@ class Held(NamedTuple):
     values: Tensor  # [R, H, K, D]
 
 
-def segments(evict_at: Tensor, times: Tensor, device: torch.device) -> list[Segment]:
-    """Return the segments of a batch, the same for every layer, on `device`.
+def segments(evict_at: Tensor, times: Tensor, device: torch.device, among: Tensor | None = None) -> list[Segment]:
+    """Return the segments of a batch, or of its rows `among`, the same for every layer, on `device`.
 
     evict_at : int32 [L, B, H, S], in host memory
     times : int32 [B, C], columns before which the compactions of each row take place, ascending
     """
-    real = evict_at[0, :, 0] > 0  # False for padding
+    among = torch.arange(len(times)) if among is None else among
+    of_head, times = evict_at[0, among, 0], times[among]
+    real = of_head > 0  # False for padding
     width = real.shape[1]
     start = real.int().argmax(1)
     end = start + real.sum(1)
@@ -81,8 +84,9 @@ def segments(evict_at: Tensor, times: Tensor, device: torch.device) -> list[Segm
         own = first[rows, None] + torch.arange(int((last - first).max()))
         is_real = own < last[rows, None]
         kept_rows = torch.searchsorted(before, rows)
-        parts = (rows, kept_rows, own.clamp(max=width - 1), is_real, start[rows])
-        results.append(Segment(*(part.to(device) for part in parts)))
+        parts = (among[rows], kept_rows, own.clamp(max=width - 1), is_real, start[rows])
+        kept = (of_head[rows] > first[rows, None]) & (torch.arange(width) < first[rows, None])
+        results.append(Segment(int(kept.sum(1).max()), *(part.to(device) for part in parts)))
         before = rows
     return results
 
@@ -163,17 +167,22 @@ class MatchedView(TraceView):
         # If this is set to a list, each compaction appends: residual of mass, residual of output, largest |bias|.
         self.residuals: list[tuple[float, float, float]] | None = None
         self.record = Record.read(batch["refit_with"])
-        self.segments = segments(self.evict_at, batch["refit_at"], self.device)
+        times, together = batch["refit_at"], [torch.arange(self.evict_at.shape[1])]
+        if not self.record.refitted and times.shape[1]:  # a row's first compaction determines the counts at the others
+            first = times[:, 0] - (self.evict_at[0, :, 0] > 0).int().argmax(1)
+            together = [(first == number).nonzero()[:, 0] for number in first.unique()]
+        self.groups = [segments(self.evict_at, times, self.device, rows) for rows in together]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         evict_at = self.evict_at[layer].to(self.device, non_blocking=True)
         out = torch.zeros_like(query, dtype=value.dtype).transpose(1, 2)  # [B, S, Hq, D]
-        held: Held | None = None
-        for place, segment in enumerate(self.segments):
-            if place:
-                held = self._compacted(self.segments[place - 1], segment, held, evict_at, (query, key, value), scaling)
-            attended = saved(partial(attend, segment, scaling), query, key, value, *(held or ()))
-            out = placed(out, segment, attended)
+        for group in self.groups:
+            held: Held | None = None
+            for place, segment in enumerate(group):
+                if place:
+                    held = self._compacted(group[place - 1], segment, held, evict_at, (query, key, value), scaling)
+                attended = saved(partial(attend, segment, scaling), query, key, value, *(held or ()))
+                out = placed(out, segment, attended)
         return out.transpose(1, 2)
 
     def _compacted(
@@ -197,12 +206,13 @@ class MatchedView(TraceView):
         competing = competes[:, None, : raw.shape[1]].expand(-1, heads, -1)
         index = raw[:, None].expand(-1, heads, -1)
         if held is not None:
-            fitted = slice(record.sinks, record.sinks + record.refitted)
+            fitted = slice(record.sinks, held.columns.shape[2] - record.window)
             held = Held(*(part[:, :, fitted] for part in held))
             index = torch.cat([held.columns, index], dim=2)
             competing = torch.cat([torch.ones_like(held.columns, dtype=torch.bool), competing], dim=2)
         stays = (evict_at[rows].gather(2, index) > now[:, None]) & competing
-        chosen = stays.int().argsort(dim=-1, descending=True, stable=True)[..., : record.refitted]
+        count = after.held - record.sinks - record.window
+        chosen = stays.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
         query_columns = now + torch.arange(-record.reference_queries, 0, device=self.device)
         block = partial(_block, rows, index, competing, query_columns, scaling)
         tensors = (*inputs, *(held or ())[1:])
