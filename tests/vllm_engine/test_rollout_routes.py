@@ -1,4 +1,4 @@
-"""Which weights a request gets, and who waits for whom, in the routes of a server of rollouts: with an engine that only
+"""The weights that a request gets, and who waits for whom, in the routes of a server of rollouts: with an engine that only
 pretends to sample.
 """
 
