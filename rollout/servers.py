@@ -462,10 +462,10 @@ class ServerEngine:
     def scorer_digests(self) -> dict[str, list[str]]:
         """Return what `Engine.scorer_digests` says, without the tensors in which two servers differ."""
 
-        async def told() -> list[wire.About]:
+        async def looked() -> list[wire.About]:
             return [await self._look(server) for server in self.servers if server.up.is_set()]
 
-        first, *others = [about.scorers for about in self._call(told())] or [{}]
+        first, *others = [about.scorers for about in self._call(looked())] or [{}]
         return {name: heads for name, heads in first.items() if all(one.get(name) == heads for one in others)}
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
@@ -133,6 +133,10 @@ def rollout_servers(count: int, words: Sequence[str], folder: Path) -> Iterator[
     In the block the environment has the servers' URLs and key, and leaves the other GPUs to the processes of a
     training. Raises StoppedError if a server ends, and UserError if no GPU is left.
     """
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     before = dict(os.environ)
     cards = _visible_cards()
     if cards and len(cards) <= count:
@@ -144,6 +148,7 @@ def rollout_servers(count: int, words: Sequence[str], folder: Path) -> Iterator[
     with ExitStack() as stack:
         stack.callback(os.environ.update, before)
         stack.callback(os.environ.clear)
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, interrupt))
         folder.mkdir(parents=True, exist_ok=True)
         servers, logs = [], [folder / f"rollout-server-{i}.log" for i in range(count)]
         for i, port in enumerate(ports):

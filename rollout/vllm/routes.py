@@ -14,7 +14,6 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
-from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,7 @@ class OwnSettings(dict[str, Any]):
 
 
 class RolloutServer:
-    """What the routes share, in one event loop. engine : vLLM's AsyncLLM"""
+    """The state that the routes share, in one event loop. engine : vLLM's AsyncLLM"""
 
     def __init__(self, engine: Any) -> None:
         self.engine, config = engine, engine.vllm_config
@@ -311,5 +310,5 @@ def _refusal(error: Exception) -> Response:
     status = next((status for kind, status in kinds.items() if isinstance(error, kind)), None)
     if status is None:
         raise error
-    told = {"message": str(error), "type": HTTPStatus(status).phrase, "code": status}
-    return JSONResponse({"error": told}, status)
+    refusal = {"message": str(error), "type": type(error).__name__, "code": status}
+    return JSONResponse({"error": refusal}, status)

@@ -87,7 +87,7 @@ with rollout_servers(1, ["-c", sys.argv[1]], Path(sys.argv[2])):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminate", "kill"])
 def test_servers_end_with_a_launcher_that_is_ended(tmp_path, number):
     words = [sys.executable, "-c", LAUNCHER, SERVER, str(tmp_path)]
     with subprocess.Popen(words, env=without_launch(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as launcher:
