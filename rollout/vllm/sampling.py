@@ -198,7 +198,8 @@ class ServerRecord(RunRecord):
         results = []
         for place, length in lengths.items():
             result = self._result(request_id := request_of[place], self.by_step, length)
-            results.append({**result, "versions": self.versions[request_id]})
+            result["versions"] = self.versions[request_id]
+            results.append(result)
         self.forget(list(lengths))
         return results
 
