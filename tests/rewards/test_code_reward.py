@@ -96,9 +96,9 @@ def test_the_program_is_the_last_block_named_python_or_else_the_last_one(text, p
 @pytest.mark.parametrize("text", ["```\n" * 50_000, "`" * 99_999 + "x`", "~~~a" * 50_000, "```" + " " * 200_000 + "x`",
                                   '```\n' + '"""\n```\n' * 20_000, " " * 200_000])  # fmt: skip
 def test_a_program_is_found_in_time_linear_in_the_text(text):
-    start = time.monotonic()
+    start = time.process_time()
     program_of(text)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
