@@ -58,7 +58,7 @@ class OwnSettings(dict[str, Any]):
 
 
 class RolloutServer:
-    """What the routes share, in one event loop. engine : vLLM's AsyncLLM"""
+    """The state that the routes share, in one event loop. engine : vLLM's AsyncLLM"""
 
     def __init__(self, engine: Any) -> None:
         self.engine, config = engine, engine.vllm_config
@@ -311,5 +311,5 @@ def _refusal(error: Exception) -> Response:
     status = next((status for kind, status in kinds.items() if isinstance(error, kind)), None)
     if status is None:
         raise error
-    told = {"message": str(error), "type": HTTPStatus(status).phrase, "code": status}
-    return JSONResponse({"error": told}, status)
+    answer = {"message": str(error), "type": HTTPStatus(status).phrase, "code": status}
+    return JSONResponse({"error": answer}, status)

@@ -1,5 +1,5 @@
-"""Which weights a request gets, and who waits for whom, in the routes of a server of rollouts: with an engine that only
-pretends to sample.
+"""The routes of a server of rollouts, with an engine that only pretends to sample: each request gets one version of the
+weights, and an update waits.
 """
 
 from __future__ import annotations
