@@ -1,4 +1,4 @@
-"""A server of rollouts hands out the rollouts of the engine in process, bit for bit, whoever else uses it."""
+"""A server of rollouts hands out the rollouts of the engine in process, to the bit, also beside other requests."""
 
 from __future__ import annotations
 
