@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -424,7 +425,7 @@ def test_processes_differ_in_their_turns_under_zero_3(turns, tmp_path):
 
     code, text = launched("once", 600)
     assert code == 0, text[-3000:]
-    rounds = dict(line.split()[1:] for line in text.splitlines() if line.startswith("ROUNDS"))
+    rounds = dict(re.findall(r"ROUNDS (\d) (\d+)", text))  # also after a progress bar
     assert int(rounds["0"]) > int(rounds["1"]) == 4
     assert all(line["replay/gap_max"] <= 1e-5 for line in steps(tmp_path / "once"))
     code, text = launched("control", 300)
