@@ -1,4 +1,4 @@
-"""What a client of rollouts and a server (`sparse-rl serve --rollouts`) tell each other.
+"""The messages between a client of rollouts and a server (`sparse-rl serve --rollouts`).
 
 A body is one safetensors file, so nothing is unpickled. Its tensor `header` is a JSON object, as uint8 [bytes].
 Sequences of different lengths are joined in one tensor, whose lengths are in a second one, int64 [n].
@@ -61,7 +61,7 @@ EVICT_AT = "evict_at"
 
 @dataclass(frozen=True, kw_only=True)
 class About(Configuration):
-    """What a server of rollouts says of itself.
+    """The description that a server of rollouts gives of itself.
 
     policy : fingerprint of the policy (sparse_rl/policies/make.py)
     model : fingerprint of the model's configuration: family, shape, and a hash (`model_fingerprint`)

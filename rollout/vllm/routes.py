@@ -57,7 +57,7 @@ class OwnSettings(dict[str, Any]):
 
 
 class RolloutServer:
-    """What the routes share, in one event loop. engine : vLLM's AsyncLLM"""
+    """The state that the routes share, in one event loop. engine : vLLM's AsyncLLM"""
 
     def __init__(self, engine: Any) -> None:
         self.engine, config = engine, engine.vllm_config

@@ -106,8 +106,7 @@ class RunRecord:
         start = 0
         for request_ids, first, counts, _ in self._routed:
             for request_id, position, count in zip(request_ids, first.tolist(), counts.tolist(), strict=True):
-                if request_id in self.place_of:
-                    self.routed.setdefault(request_id, []).append((position, experts[start : start + count]))
+                self.routed.setdefault(request_id, []).append((position, experts[start : start + count]))
                 start += count
         self._routed.clear()
 
@@ -199,7 +198,8 @@ class ServerRecord(RunRecord):
         results = []
         for place, length in lengths.items():
             result = self._result(request_id := request_of[place], self.by_step, length)
-            results.append({**result, "versions": self.versions[request_id]})
+            result["versions"] = self.versions[request_id]
+            results.append(result)
         self.forget(list(lengths))
         return results
 

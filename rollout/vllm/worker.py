@@ -153,7 +153,9 @@ class ServingWorker(EngineWorker):
     def serve_weights(self, path: str, version: int) -> None:
         """Replace all weights by those of a safetensors file that the API server has checked; nothing runs."""
         self.record.version = -1
-        weights = ModelWeights(load_config(self.model_config.model), cache_config(self.vllm_config).policy)
+        config = cache_config(self.vllm_config)
+        assert config is not None  # every server of rollouts has it (engine_arguments)
+        weights = ModelWeights(load_config(self.model_config.model), config.policy)
         with open_tensors(path) as file:
             self.replace_weights(weights.checked((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
         self.record.version = version

@@ -809,7 +809,7 @@ class SampledRecipe(ReplayedRecipe):
             raise UserError("data and validation.data must both have traces, or neither", "validation.data.traces")
         if not self.recorded and self.rollout is None:
             raise UserError("null is for recorded rollouts (data.traces) alone", "rollout")
-        if self.recorded and self.rollout not in (None, type(self.rollout)()):
+        if self.recorded and self.rollout is not None and self.rollout != type(self.rollout)():
             raise UserError("has no effect on recorded rollouts; remove this block, or set null", "rollout")
         if self.recorded and self.prompt_cache is not None:
             raise UserError("has no effect on recorded rollouts; remove this block", "prompt_cache")

@@ -171,7 +171,7 @@ def test_vllm_has_the_conversations_of_hf(evaluated, sampled, tmp_path):
         [{k: v for k, v in row.items() if k not in timed} for row in rows_of(f)] for f in (folder, tmp_path / "eval")
     )
     assert hf == vllm
-    told = []
+    outcomes = []
     for turns, own in sampled.items():
         run(
             "rollout",
@@ -182,10 +182,10 @@ def test_vllm_has_the_conversations_of_hf(evaluated, sampled, tmp_path):
             "--out",
             str(tmp_path / turns),
         )
-        for (rollouts, lines), out in ((read(own), told), (read(tmp_path / turns), told)):
+        for (rollouts, lines), out in ((read(own), outcomes), (read(tmp_path / turns), outcomes)):
             of_rollouts = [[r.prompt_ids, r.completion_ids, r.logprobs, r.trace.evict_at.tolist()] for r in rollouts]
             out.append([of_rollouts, [[line["conversation"], line["messages"]] for line in lines]])
-    assert told[0] == told[1] != told[2] == told[3]
+    assert outcomes[0] == outcomes[1] != outcomes[2] == outcomes[3]
 
 
 def test_an_environment_may_judge_and_a_late_tool_counts_as_wrong(tmp_path, monkeypatch):

@@ -227,9 +227,9 @@ def test_learned_policies_decide_in_sampler_and_trainer_alike(scorer: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "granite_nope"])
-def test_long_completions_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4,096 tokens. Control: transformers' own functions exceed the bound."""
+@pytest.mark.parametrize(("name", "control"), [("qwen3_next", 2048), ("granite_nope", 1024)])
+def test_long_completions_are_exact(name: str, control: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 tokens. Control: transformers' own functions exceed the bound, after fewer."""
     engine = make_engine("hf", model=hybrid(name), policy=policy_of("gkv", budget=64, window=8, period=32))
 
     def gap_of(tokens: int) -> float:
@@ -238,4 +238,4 @@ def test_long_completions_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) 
 
     assert gap_of(4096) <= 1e-5
     monkeypatch.setattr(MIXERS[VARIANTS[name].get("model_type", name)][1], "functions", lambda mixer, exact: {})
-    assert gap_of(1024) > 1e-5  # control
+    assert gap_of(control) > 1e-5

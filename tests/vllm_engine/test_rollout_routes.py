@@ -1,5 +1,5 @@
-"""Which weights a request gets, and who waits for whom, in the routes of a server of rollouts: with an engine that only
-pretends to sample.
+"""The weights that a request gets, and who waits for whom, in the routes of a server of rollouts: with an engine that
+only pretends to sample.
 """
 
 from __future__ import annotations

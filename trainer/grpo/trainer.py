@@ -319,7 +319,8 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         except (Exception, SystemExit) as error:
             if self.environment_factories is None or batch.begun:
                 raise
-            names = [str(name or getattr(made, "__name__", made)) for name, made in self.environment_factories.items()]
+            factories: Any = self.environment_factories  # a mapping by name, made by TRL
+            names = [str(name or getattr(made, "__name__", made)) for name, made in factories.items()]
             raise UserError(f"{' or '.join(names)} cannot be reset: {reason(error)}", "environment") from error
         out["traces"] = batch.traces
         width = out["completion_ids"].shape[1]

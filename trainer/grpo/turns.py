@@ -186,8 +186,9 @@ def replay_turns(trainer: Any, model: Any, ids: Tensor, starts: Tensor, traces: 
 
 def trace_state(trace: RowTrace) -> Any:
     """Return a row's trace as plain data and tensors, for a checkpoint."""
-    whole = isinstance(trace, EvictionTrace)
-    return trace.sections if whole else [(prompt, turn.sections) for prompt, turn in trace]
+    if isinstance(trace, EvictionTrace):
+        return trace.sections
+    return [(prompt, turn.sections) for prompt, turn in trace]
 
 
 def trace_of_state(state: Any) -> RowTrace:
