@@ -7,14 +7,12 @@ an engine that gets each update late.
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from late import LateEngine, ThreadedEngine
-from processes import python
 from standin import StandIn, serving
 from test_grpo_guard import later, with_trace
 from trainer_runs import GKV, KillAt, Killed, small, steps, timeless, trained
@@ -229,23 +227,6 @@ def test_a_killed_run_goes_on_with_what_was_under_way(settings, run_ahead, monke
     third = run_ahead("killed", **settings)
     third.train(resume_from_checkpoint=checkpoint)
     assert not equal(weights(third), weights(whole))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2])
-def test_two_processes_sample_ahead_on_shared_servers(stage, tiny, tmp_path):
-    """Rollouts of other rows than a process has to train would stop the run."""
-    with serving(StandIn(tiny(), GKV), StandIn(tiny(), GKV)) as servers:
-        rollout = {"engine": "server", "servers": servers, "ahead": 1}
-        keys = {"rewards": ["boxed"], "num_generations": 4, "max_completion_length": 20, "cache": GKV}
-        launch = {"processes": 2, "zero_stage": stage}
-        content = small(tiny(), tmp_path / "run", kind="grpo", rollout=rollout, launch=launch, **keys)
-        (tmp_path / "recipe.yaml").write_text(json.dumps({**content, "per_device_train_batch_size": 4}))
-        process = python("-m", "sparse_rl.cli", "train", "recipe.yaml", cwd=tmp_path)
-    assert process.returncode == 0, process.stderr[-3000:]
-    lines = steps(tmp_path / "run")
-    assert [line.get("sync/behind") for line in lines] == [None, 1.0, 1.0]
-    assert max(line.get(name, 0.0) for line in lines for name in ("sync/early_gap", "sync/probe_gap")) <= 1e-5
 
 
 @pytest.mark.parametrize(
