@@ -106,8 +106,7 @@ class RunRecord:
         start = 0
         for request_ids, first, counts, _ in self._routed:
             for request_id, position, count in zip(request_ids, first.tolist(), counts.tolist(), strict=True):
-                if request_id in self.place_of:
-                    self.routed.setdefault(request_id, []).append((position, experts[start : start + count]))
+                self.routed.setdefault(request_id, []).append((position, experts[start : start + count]))
                 start += count
         self._routed.clear()
 

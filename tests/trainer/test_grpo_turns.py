@@ -279,8 +279,12 @@ class Refusing(LookUpTable):
             raise {"raises": KeyError, "exits": SystemExit}[wrong]("no such table")
 
 
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
 def test_an_environment_that_cannot_be_reset_is_one_line(tmp_path):
-    rows = LookUps().rows("train", 8, 0)
+    rows = [{**row, "prompt": asked(row["prompt"])} for row in LookUps().rows("train", 8, 0)]
     for wrong, error in (("raises", "KeyError 'no such table'"), ("exits", "SystemExit no such table"), ("", None)):
         given = {"train_dataset": Dataset.from_list([{**row, "wrong": wrong} for row in rows])}
         trainer = made(tmp_path / wrong, "kept", "max_steps=1", environment_factory=Refusing, **given)

@@ -184,7 +184,7 @@ def test_workers_let_go_of_conversations(open_engine: Callable) -> None:
         engine.converse([Turn([5], 4, copy.copy(held))], SAMPLING)  # as that of another engine
     assert len(engine.converse([Turn([5], 4, held)], SAMPLING)) == 1
     weights = load_model(QUICKSTART).state_dict()
-    engine.load_weights((name, weight) for name, weight in weights.items() if name in engine._expected[2])
+    engine.load_weights((name, weight) for name, weight in weights.items() if name in engine._weights.required)
     assert kept_in_worker() == 0
     with pytest.raises(UserError, match="a conversation is lost when the engine takes new weights"):
         engine.converse([Turn([5], 4, held)], SAMPLING)
