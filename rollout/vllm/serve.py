@@ -97,7 +97,7 @@ def serve(model: str, cache: Mapping[str, Any], prompt_cache: Mapping[str, Any],
         raise UserError("rollouts cannot continue a served context; leave one of the two out", "--rollouts")
     beside = beside_cache(bound, config, itemsize=itemsize, max_batch=options.max_batch)
     memory = arguments.memory_arguments(options.kv_cache_gb, ALONE, beside)
-    kept, contexts = _kept_bytes(options.kept_gb, policy), None
+    kept, contexts = _kept_bytes(options.kept_gb, policy, options.rollouts), None
     if options.context is not None:
         window = options.max_model_len or context_length(config)
         contexts = [compact_text(model, options.context, compaction, dtype if dtype in BYTES else "bfloat16", window)]
@@ -167,8 +167,12 @@ def _choose_compaction(context: str | None, prompt_cache: Mapping[str, Any], pol
     return config
 
 
-def _kept_bytes(given: float | None, policy: Policy) -> int:
+def _kept_bytes(given: float | None, policy: Policy, rollouts: bool) -> int:
     """Return the maximum bytes of host memory for the conversations that go on from a kept cache."""
+    if given and rollouts:
+        raise UserError("a server of rollouts keeps no conversations; leave one of the two out", "--kept-gb")
+    if rollouts:
+        return 0
     if policy.schedule.evicts and policy.config.turns == "kept":
         return int((KEPT_GB if given is None else given) * 2**30)
     if given:

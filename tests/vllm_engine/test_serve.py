@@ -195,6 +195,8 @@ def test_the_command_starts_vllms_server(
             ["--cache", "policy=full", "--kept-gb", "1"],
             "--kept-gb: no conversation is kept under the policy full: it e",
         ),
+        (["--rollouts"], 0),
+        (["--rollouts", "--kept-gb", "1"], "--kept-gb: a server of rollouts keeps no conversations; leave one of"),
         (["--kept-gb", "-1"], "expected a number >= 0, got '-1'"),
     ],
 )
