@@ -281,9 +281,6 @@ def refuse_cache(kv_cache_config: Any, kv_caches: dict[str, Tensor] | None = Non
             raise UserError(f"vLLM cannot evict from split blocks; set block_size to the kernel's {cache.shape[2]}")
 
 
-KEEPS_WEIGHTS = ("take_rollouts",), ("scorer_digests",)  # the methods that a server of rollouts calls between requests
-
-
 def reset_after_rpc() -> None:
     """Make a server forget its conversations when methods of its workers are called, which may replace weights."""
     from vllm.v1.engine.core import EngineCore
@@ -295,7 +292,7 @@ def reset_after_rpc() -> None:
     @wraps(call)
     def call_and_reset(self: Any, *args: Any, **kwargs: Any) -> Any:
         results = call(self, *args, **kwargs)
-        if hasattr(self, "scheduler") and args[:1] not in KEEPS_WEIGHTS:  # the scheduler is made after the cache
+        if hasattr(self, "scheduler"):  # which is made after the cache
             self.scheduler.reset_connector_cache()
         return results
 

@@ -204,7 +204,7 @@ def check_requests(vllm_config: Any) -> None:
         if (largest := max(ids, default=0)) >= vocab_size:  # in the tokenizer, not in the model: the engine would crash
             raise VLLMValidationError(f"Token id {largest} is out of vocabulary")
         settings: dict[str, Any] = {}
-        if keeps and KEY not in extra and own is not None and (owner := owner_of(request)) is not None:
+        if keeps and own is not None and (owner := owner_of(request)) is not None:
             settings["owner"] = owner
         if seeded and own is not None and own.seed is not None and own.temperature > 0:
             settings["seeds"], own.seed = [sequence_seed(own.seed, ids, sample) for sample in range(own.n)], None
