@@ -84,7 +84,7 @@ def timing_of(recipe: Recipe) -> dict[str, Any]:
         "output_dir": f"{recipe.output_dir}_bench",
         "seed": recipe.seed,
         "dtype": recipe.dtype,
-        "rollout": {key: value for key, value in whole["rollout"].items() if key != "sleep"},
+        "rollout": {key: value for key, value in whole["rollout"].items() if key not in ("sleep", "ahead")},
         "batch": [min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)],
     }
     if recipe.prompt_caches():

@@ -129,7 +129,7 @@ def test_a_growing_budget_is_stored_with_a_model(tmp_path: Path) -> None:
         ("gkv", {"tokens": [0, 511, 9000]}, "gkv: budget.entries: from 512 to 1024 in 511 tokens is more than one "),
         ("gkv", {"entries": [16, 1024, 2048]}, "gkv: budget: 16 must exceed window 16 "),
         ("gkv", {"knots": 3}, "gkv: budget.knots: unknown key; "),
-        ("am", {}, "am: budget: expected a whole number >= 1, got "),
+        ("am", {"entries": [16, 1024, 2048]}, "am: budget: 16 must exceed window 16 "),
         ("kvpop", {}, "kvpop: budget: expected a whole number >= 1, got "),
         ("lined", {}, "cache policy 'lined' has no parameter 'budget'; "),
     ],

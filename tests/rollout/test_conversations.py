@@ -289,7 +289,7 @@ def test_the_record_of_experts_goes_on_over_turns(family: str, policy_name: str)
 @pytest.mark.parametrize("policy_name", ["gkv", "lined"])
 @pytest.mark.few(1)
 def test_supports_of_truncated_draws_are_recorded_over_turns(policy_name: str) -> None:
-    """Also if only some of the turns are truncated. Control: no supports."""
+    """Controls: no supports; a turn that is not truncated is refused."""
     model, policy = lent("quickstart", policy_name)
     engine = make_engine("hf", model=model, policy=policy)
     truncated = {"top_p": 0.8, "record_support": True}
@@ -302,11 +302,8 @@ def test_supports_of_truncated_draws_are_recorded_over_turns(policy_name: str) -
     assert whole <= 1e-5 and kept <= 2e-6
     lost = [replace(r, trace=EvictionTrace(r.trace.evict_at)) for r in rollouts]
     assert support_gaps(model, lost, 1.0)[1] >= 0.1
-    text = prompts_of("quickstart", (9,))[0]
-    plain = engine.converse([Turn(text, 8, held) for _, held in last], sampling())
-    mixed = engine.converse([Turn(text, 8, held) for _, held in plain], sampling(**truncated))
-    assert max(support_gaps(model, [r for r, _ in mixed], 1.0)) <= 1e-5
-    assert bool((mixed[0][0].trace.further["support_sizes"][-8:] > 0).all())
+    with pytest.raises(UserError, match=r"earlier turns of a conversation have top_p 0\.8, but this one has 1\.0"):
+        engine.converse([Turn([5], 8, held) for _, held in last], sampling())
 
 
 def test_a_turn_that_is_tokenized_again_is_another_turn() -> None:

@@ -113,7 +113,7 @@ def test_gradient_checkpointing_is_never_reentrant(kind, tmp_path):
     ("given", "says"),
     [
         ({"tools": [len]}, "tools: len needs type hints and a docstring with its Args"),
-        ({"environment_factory": 3}, "environment_factory: 3 is not a class"),
+        ({"environment_factory": 3}, "environment_factory: 3 has no method reset, with which a conversation begins"),
         ({"rollout_func": print}, "rollout_func: a trace is recorded by our engine alone"),
         ({"args": TrainingArguments("o", **CPU)}, "args: must be of class SparseGRPOArguments .* or GRPOConfig, got T"),
         ({"args": trl.GRPOConfig("o", **CPU, repetition_penalty=2.0)}, "repetition_penalty: not an option here"),
