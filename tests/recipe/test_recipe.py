@@ -200,7 +200,8 @@ def test_a_key_at_the_wrong_level_is_refused_with_its_right_place():
     assert "rollout.temperature: unknown key; did you mean temperature at the top level?" in refused(
         "rollout.temperature=1"
     )
-    assert "valid keys: ahead, engine, exact, full_graphs, gpu_memory_utilization, kv_cache_gb," in refused("rollout.zzzz=1")
+    keys = "valid keys: ahead, engine, exact, full_graphs, gpu_memory_utilization, kv_cache_gb,"
+    assert keys in refused("rollout.zzzz=1")
 
 
 WRONG: dict[str, list[tuple[str, ...]]] = {  # kind -> (overrides, ..., part of the error)
