@@ -108,7 +108,7 @@ def test_it_is_the_run_of_an_engine_that_is_one_update_late(settings, run_ahead,
     ("settings", "given", "asked"),
     [
         ({"max_steps": 5, **HALVES}, [0, 1, 3], [1, 3]),
-        pytest.param({"max_steps": 4, "num_iterations": 2}, [0, 1], [1], marks=pytest.mark.slow),
+        pytest.param({"max_steps": 4, "num_iterations": 2}, [0, 1, 3], [1], marks=pytest.mark.slow),
         pytest.param(
             {"held_out": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2},
             *([0, 1, 2, 3], [0, 1]),
@@ -211,7 +211,7 @@ def test_rollouts_of_other_rows_are_refused(run_ahead):
     ids=["plain", "in mid-buffer", "ppo, truncated"],
 )
 def test_a_killed_run_goes_on_with_what_was_under_way(settings, run_ahead, monkeypatch):
-    """Control: resumed without it, the run differs."""
+    """Control: resumed without it, the run differs. In mid-buffer nothing is under way yet."""
     settings = {"save_strategy": "steps", "save_total_limit": None, **settings}
     whole = run_ahead("whole", **settings)
     expected = lines_of(whole)
@@ -223,6 +223,8 @@ def test_a_killed_run_goes_on_with_what_was_under_way(settings, run_ahead, monke
     checkpoint = f"{second.args.output_dir}/checkpoint-{at}"
     assert lines_of(second, checkpoint) == expected
     assert equal(weights(second), weights(whole))
+    if "num_iterations" in settings:
+        return
     monkeypatch.setattr(Ahead, "load", lambda self, state: None)
     third = run_ahead("killed", **settings)
     third.train(resume_from_checkpoint=checkpoint)
