@@ -16,7 +16,9 @@ import json
 import logging
 import os
 import platform
+import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -42,6 +44,7 @@ from sparse_rl.policies.make import fingerprint
 logger = logging.getLogger("sparse_rl")
 CHUNK = 8  # most sequences of a request
 LOOK = 10.0  # seconds in which a server must say what it is
+ATTEMPTS = 5  # at a chunk that servers answer, but not with rollouts; times the number of servers
 MISSED = 2  # looks without an answer, one after another, that end a request
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds after a fault, doubled after each further one
 ANOTHER = "; use the engine vllm or hf"
@@ -49,7 +52,14 @@ T = TypeVar("T")
 
 
 class Fault(Exception):
-    """A failure of a server that another attempt, or another server, may mend."""
+    """A failure of a server that another attempt, or another server, may mend.
+
+    answered : True if it has answered, so that another attempt may fail alike
+    """
+
+    def __init__(self, message: str, answered: bool = False) -> None:
+        super().__init__(message)
+        self.answered = answered
 
 
 class Server:
@@ -103,7 +113,7 @@ class Server:
         mend = {401: f"; set {KEY} to its key", 404: "; start it with sparse-rl serve MODEL --rollouts"}
         if reply.status_code == 400 or (self.about is None and reply.status_code in mend):
             raise UserError(f"{self.url}: {message}{mend.get(reply.status_code, '')}", "rollout.servers")
-        raise Fault(message)
+        raise Fault(message, reply.status_code != 409)
 
 
 @dataclass
@@ -112,6 +122,7 @@ class Batch:
 
     advance : called with the number of sequences that have come back
     done : place -> rollout, of those that have come back; `future` has no result
+    failed : first place of a chunk -> number of attempts that a server has answered, but not with rollouts
     """
 
     requests: list[Request]
@@ -119,6 +130,7 @@ class Batch:
     version: int
     advance: Callable[[int], None]
     done: dict[int, Rollout] = field(default_factory=dict)
+    failed: Counter[int] = field(default_factory=Counter)
     queue: asyncio.Queue[list[Request]] = field(default_factory=asyncio.Queue)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     wrong: Exception | None = None
@@ -284,6 +296,12 @@ class ServerEngine:
             try:
                 answered = await self._watched(server, self._sample(server, part, batch), batch)
             except Fault as fault:
+                batch.failed[part[0].place] += fault.answered
+                if (failed := batch.failed[part[0].place]) >= ATTEMPTS * len(self.servers):
+                    wrong = f"the same sequences have failed {failed} times, on {server.url} at last: {fault}"
+                    batch.wrong = StoppedError(wrong)
+                    batch.over.set()
+                    return
                 batch.queue.put_nowait(part)
                 self._fail(server, fault, first=server.up.is_set())
             except Exception as error:
@@ -305,7 +323,7 @@ class ServerEngine:
         try:
             answers = await asyncio.to_thread(wire.unpack_rollouts, body, part, self.shape, self.config.vocab_size)
         except ValueError as error:
-            raise Fault(f"a wrong answer: {error}") from error
+            raise Fault(f"a wrong answer: {error}", True) from error
         if other := [one.versions for one in answers if one.versions != (batch.version, batch.version)]:
             raise Fault(f"sampled with the weights of versions {other[0]}, not {batch.version}")
         return {request.place: one.rollout for request, one in zip(part, answers, strict=True)}
@@ -385,6 +403,7 @@ class ServerEngine:
 
     async def _prepare(self, server: Server) -> None:
         """See that a server has the weights of this run. Raises Fault if it has not."""
+        until = self.loop.time() + self.patience / 4
         while True:
             about = await self._look(server)
             server.version = about.version
@@ -398,8 +417,10 @@ class ServerEngine:
             if server.url in self.given:
                 give = server.ask("POST", "/rollouts/weights", params={"version": self.version}, content=self.weights)
                 await self._watched(server, give)
+            elif self.loop.time() > until:
+                raise Fault("another process has not given it the weights")
             else:
-                await asyncio.sleep(FIRST_PAUSE)  # another process gives them
+                await asyncio.sleep(FIRST_PAUSE)
 
     def _fail(self, server: Server, error: Exception, first: bool = True) -> None:
         """Note a fault. first : False if another request has noted it"""
@@ -438,7 +459,8 @@ class ServerEngine:
         """Return the next version of the weights, the same in all processes, and the servers that this one gives them
         to: those that no process before it has. Also waits until no process samples with the version before."""
         last = max(server.version for server in self.servers) if self.version is None else self.version
-        own: tuple[int, list[str]] = (last, [server.place for server in self.servers])
+        # two runs that share a server by mistake never have the same version
+        own: tuple[int, list[str]] = (last + 1 + secrets.randbelow(2**40), [server.place for server in self.servers])
         everyone, rank = [own], 0
         if distributed.is_available() and distributed.is_initialized():
             everyone, rank = [own] * distributed.get_world_size(), distributed.get_rank()
@@ -446,7 +468,7 @@ class ServerEngine:
         taken = {place for _, places in everyone[:rank] for place in places}
         self.shared = len(everyone) > 1
         given = {server.url for server in self.servers if server.place not in taken}
-        return max(number for number, _ in everyone) + 1, given
+        return max(number for number, _ in everyone), given
 
     async def _renew(self, body: bytes, version: int, given: set[str]) -> None:
         self.weights, self.version, self.given = body, version, given
@@ -463,9 +485,19 @@ class ServerEngine:
         """Return what `Engine.scorer_digests` says, without the tensors in which two servers differ."""
 
         async def looked() -> list[wire.About]:
-            return [await self._look(server) for server in self.servers if server.up.is_set()]
+            until = self.loop.time() + self.patience
+            while self.loop.time() < until:
+                answers = list[wire.About]()
+                for server in self.servers:
+                    if server.up.is_set():
+                        with suppress(Fault):
+                            answers.append(await self._look(server))
+                if answers:
+                    return answers
+                await asyncio.sleep(FIRST_PAUSE)
+            raise self._deserted()
 
-        first, *others = [about.scorers for about in self._call(looked())] or [{}]
+        first, *others = [about.scorers for about in self._call(looked())]
         return {name: heads for name, heads in first.items() if all(one.get(name) == heads for one in others)}
 
     def close(self) -> None:

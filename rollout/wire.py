@@ -158,11 +158,14 @@ def unpack_requests(body: bytes) -> Asked:
         raise UserError("a request for rollouts needs sequences, each with a prompt, max_tokens >= 1 and a seed >= 0")
     if any(given is not None and len(given) != limit for given, limit in zip(forced, most, strict=True)):
         raise UserError("max_tokens of a given completion must be its length")
-    settings = _value(header, "sampling", dict)
-    sampling = build(SamplingConfig, settings, "sampling", Source("the request"))
+    settings, version = _value(header, "sampling", dict), _value(header, "version", int)
+    sampling = build(SamplingConfig, {**settings, "stop_token_ids": None}, "sampling", Source("the request"))
+    _ids([*sampling.forced] if isinstance(sampling.forced, (list, tuple)) else sampling.forced)
+    if version < 0:
+        raise UserError(f"header: the version {version} is below 0")
     rows = zip(prompts, most, seeds, forced, strict=True)
     requests = [Request(i, prompt, limit, seed, given) for i, (prompt, limit, seed, given) in enumerate(rows)]
-    return Asked(requests, sampling, _ids(_value(header, "stop", list)), _value(header, "version", int))
+    return Asked(requests, sampling, _ids(_value(header, "stop", list)), version)
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------

@@ -162,11 +162,12 @@ def rollout_servers(count: int, words: Sequence[str], folder: Path) -> Iterator[
         key = {"Authorization": f"Bearer {os.environ[KEY]}"}
         client = stack.enter_context(httpx.Client(headers=key, trust_env=False))
         with stage("starting", f"{count} server{'s' * (count > 1)} of rollouts"):
-            for url, server, file in zip(urls, servers, logs, strict=True):
+            for url in urls:
                 while not _answers(client, url):
-                    if server.poll() is not None:
-                        last = file.read_text(errors="replace").strip().rpartition("\n")[2]
-                        raise StoppedError(f"a server of rollouts ended before it answered: {last} (see {file})")
+                    for server, file in zip(servers, logs, strict=True):
+                        if server.poll() is not None:
+                            last = file.read_text(errors="replace").strip().rpartition("\n")[2]
+                            raise StoppedError(f"a server of rollouts ended before it answered: {last} (see {file})")
                     time.sleep(0.3)
         os.environ[SERVERS] = " ".join(urls)
         if cards:

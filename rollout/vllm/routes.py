@@ -104,6 +104,8 @@ class RolloutServer:
         NotFiniteError for a log-prob that is not finite, and StoppedError if a sequence cannot be finished.
         """
         prompts = token_ids([request.prompt for request in asked.requests], self.about.vocabulary)
+        if asked.sampling.forced:
+            token_ids([asked.sampling.forced], self.about.vocabulary, "forced text")
         for i, (prompt, request) in enumerate(zip(prompts, asked.requests, strict=True)):
             if len(prompt) + request.max_tokens > self.about.max_model_len:
                 wrong = f"prompt {i} has {len(prompt)} tokens: with max_tokens {request.max_tokens}"
@@ -239,7 +241,8 @@ class RolloutServer:
                 await self.engine.collective_rpc("serve_weights", args=(path, version))
                 self.version, self.scorers = version, None
             finally:
-                await self.engine.resume_generation()
+                if self.version >= 0:  # else the weights are not whole, and requests wait for the next ones
+                    await self.engine.resume_generation()
         finally:
             async with self.changed:
                 self.updating = False

@@ -187,6 +187,11 @@ class ServerRecord(RunRecord):
     def begin(self, request_id: str, holder: str = "") -> int:
         return self.numbers.get(request_id, 0)  # nobody's number
 
+    def evict(self, numbers: Tensor, at: Tensor, positions: Tensor) -> None:
+        super().evict(numbers, at, positions)
+        if self._fetched:
+            self._settle()  # lets go of those of other clients
+
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
         self.drawn.append((request_ids, steps, logprobs))
         for request_id in self.versions.keys() & set(request_ids):

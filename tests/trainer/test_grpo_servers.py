@@ -20,7 +20,8 @@ def test_servers_give_the_run_of_an_engine_in_process(tiny, metrics_of):
     with serving(one, other) as servers:
         lines = metrics_of("served", servers=servers, **settings)
         assert [[line[name] for name in COMPARED] for line in lines] == [[w[name] for name in COMPARED] for w in wanted]
-        assert (one.about["version"], one.pushes, other.pushes) == (9, 3, 3)
+        assert (one.pushes, other.pushes) == (3, 3)
+        assert one.about["version"] == other.about["version"] > 6
         load = other.engine.load_weights
         other.engine.load_weights = lambda weights: None if other.pushes == 4 else load(weights)
         with pytest.raises(StoppedError, match="weight sync"):

@@ -51,6 +51,7 @@ ALONE = (
 ROLLOUTS = (  # that would lose records, or change bits, of rollouts
     *("async_scheduling", "data_parallel_size", "enable_expert_parallel", "enable_lora", "enable_prefix_caching"),
     *("kv_cache_dtype", "pipeline_parallel_size", "quantization", "speculative_config", "watermark_config"),
+    *("hf_config_path", "hf_overrides", "load_format", "logits_processors", "revision"),
 )
 FIXED = (  # arguments that the user cannot choose under eviction, besides those that `refuse_unsupported` finds
     *("attention_backend", "kv_offloading_backend", "kv_offloading_size", "kv_transfer_config", "scheduler_cls"),
