@@ -414,7 +414,9 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
                 self.ahead.begin()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Train on a micro-batch. With `rollout.ahead: 1`, rows that came early are checked before the update."""
+        """Train on a micro-batch, and return its loss, float32 []. With `rollout.ahead: 1`, rows that came early are
+        checked before the update.
+        """
         loss = super().training_step(*args, **kwargs)
         if not self.is_deepspeed_enabled:
             self._check_early()
