@@ -210,9 +210,7 @@ class ServerEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, context: Context | None = None
     ) -> list[Rollout]:
-        requests = requests_to_sample(prompts, sampling, self.config.vocab_size, context)
-        with sampling_stage(requests, self.progress) as stage:
-            return self.finish(self._begin(requests, sampling, stage.advance))
+        return self._rollouts(requests_to_sample(prompts, sampling, self.config.vocab_size, context), sampling)
 
     def simulate(
         self,
@@ -221,8 +219,9 @@ class ServerEngine:
         temperature: float = 1.0,
         context: Context | None = None,
     ) -> list[Rollout]:
-        vocabulary = self.config.vocab_size
-        requests, sampling = requests_to_simulate(prompts, completions, temperature, vocabulary, context)
+        return self._rollouts(*requests_to_simulate(prompts, completions, temperature, self.config.vocab_size, context))
+
+    def _rollouts(self, requests: list[Request], sampling: SamplingConfig) -> list[Rollout]:
         with sampling_stage(requests, self.progress) as stage:
             return self.finish(self._begin(requests, sampling, stage.advance))
 
