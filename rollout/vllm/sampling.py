@@ -192,6 +192,11 @@ class ServerRecord(RunRecord):
         if self._fetched:
             self._settle()  # lets go of those of other clients
 
+    def _settle_routes(self) -> None:
+        super()._settle_routes()
+        for request_id in self.routed.keys() - self.place_of.keys():  # of other clients
+            del self.routed[request_id]
+
     def draw(self, request_ids: list[str], places: Sequence[int], steps: list[int], logprobs: Tensor) -> None:
         self.drawn.append((request_ids, steps, logprobs))
         for request_id in self.versions.keys() & set(request_ids):

@@ -43,6 +43,7 @@ class Engine:
         self.done: dict[int, list[int]] = {}
         self.go_on = asyncio.Event()
         self.go_on.set()
+        self.breaks = False  # while it loads weights
 
     async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
         assert request_id not in self.running and int(request_id) not in self.done
@@ -65,6 +66,8 @@ class Engine:
         await asyncio.sleep(0)
         if method == "serve_weights":
             assert self.paused and not self.running
+            if self.breaks:
+                raise MemoryError
             self.version = args[1]
             return [None]
         if method == "scorer_digests":
@@ -174,7 +177,13 @@ def test_wrong_weights_change_nothing(served: Callable, tmp_path: Path) -> None:
                 await server.load(str(tmp_path / "weights"), 1)
             assert engine.version == server.version == 0
         (tmp_path / "weights").write_bytes(right)
+        engine.breaks = True
+        with pytest.raises(MemoryError):
+            await server.load(str(tmp_path / "weights"), 1)
+        assert engine.paused and server.version == -1  # weights that are not whole serve nobody
+        engine.breaks = False
         await server.load(str(tmp_path / "weights"), 1)
+        assert not engine.paused
         assert engine.version == server.version == 1
         assert max(map(len, bodies.values())) <= server.most_bytes
 

@@ -77,6 +77,23 @@ def test_rollouts_that_come_and_go_have_the_record_of_a_run() -> None:
     assert len({result["logprobs"] for result in results}) == len(results) > 5  # control
 
 
+def test_other_clients_alone_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody takes rollouts meanwhile. Control: the record of a run keeps all."""
+    pytest.importorskip("vllm")
+    from rollout.vllm import sampling
+
+    monkeypatch.setattr(sampling, "HELD", 20)
+    kept = []
+    for record in (sampling.ServerRecord(), sampling.RunRecord()):
+        number = record.begin("another client's")
+        for step in range(2 * sampling.STEPS):
+            record.evict(torch.tensor([number]), torch.tensor([step]), torch.zeros(1, LAYERS, HEADS))
+            one = np.array([1])
+            record.route(["another client's"], one * step, one, torch.zeros(1, LAYERS, K, dtype=torch.int16))
+        kept.append(sum(map(len, (record._fetched, record.dropped, record.routed))))
+    assert kept[0] == 0 < kept[1]
+
+
 def test_rollouts_are_sampled_as_if_each_was_alone() -> None:
     """Several settings in one batch, beside a request with a seed and one without. Control: another seed."""
     pytest.importorskip("vllm")
