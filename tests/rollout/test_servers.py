@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -247,3 +248,13 @@ def test_sequences_that_fail_again_and_again_stop_the_run(model, monkeypatch):
         server.faults = ["500"] * 99
         with pytest.raises(StoppedError, match=r"the same sequences have failed 5 times.*status 500"):
             engine.generate(PROMPTS[:1], SAMPLING)
+
+
+def test_no_process_waits_without_end_for_weights_that_another_gives(model):
+    """Control: given by this process, they come."""
+    with asking(model, StandIn(model, GKV), patience=0.4) as engine:
+        asyncio.run_coroutine_threadsafe(engine._renew(b"", 5, set()), engine.loop).result(timeout=20)
+        with pytest.raises(StoppedError, match="another process has not given it the weights"):
+            engine.generate(PROMPTS, SAMPLING)
+        engine.load_weights(changed(model).items())
+        assert engine.generate(PROMPTS, SAMPLING)
