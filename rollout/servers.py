@@ -1,9 +1,10 @@
 """ServerEngine: samples on servers (`sparse-rl serve MODEL --rollouts`), which may be on other machines. No vLLM here.
 
-The client pulls: a server has as many lanes as requests fit into it, and all lanes take chunks of sequences from one
-queue. Each sequence has its own seed, so it does not matter which server samples it, in which chunk, or how often it
-was lost before. Nothing is believed: an answer that is damaged, late, or sampled with other weights is a fault; its
-chunk goes back to the queue, and the server gets no other one until it has said what it is, and has the right weights.
+The client pulls: a server has lanes for twice as many sequences as fit into it, and all lanes take chunks of sequences
+from one queue. Each sequence has its own seed, so it does not matter which server samples it, in which chunk, or how
+often it was lost before. Nothing is believed: an answer that is damaged, late, or sampled with other weights is a
+fault; its chunk goes back to the queue, and the server gets no other one until it has said what it is, and has the
+right weights.
 
 All requests run in one thread with an event loop. So a batch can be under way while the caller does something else.
 """
@@ -263,7 +264,8 @@ class ServerEngine:
         size = max(1, min(CHUNK, -(-len(batch.requests) // len(self.servers))))
         for start in range(0, len(batch.requests), size):
             batch.queue.put_nowait(batch.requests[start : start + size])
-        counts = {server: -(-(server.about.max_batch if server.about else CHUNK) // size) for server in self.servers}
+        # Twice as many as fit: a chunk ends with its longest sequence, and others must wait when shorter ones end.
+        counts = {s: -(-2 * (s.about.max_batch if s.about else CHUNK) // size) for s in self.servers}
         most = max(counts.values()) if batch.requests else 0
         # lanes take chunks in this order, so servers take turns
         lanes = [self._lane(s, batch) for number in range(most) for s in self.servers if number < counts[s]]

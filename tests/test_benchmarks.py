@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("caches", "contexts", "exactness", "speed", "training")
+SCRIPTS = ("caches", "contexts", "exactness", "servers", "speed", "training")
 
 
 @pytest.mark.slow

@@ -140,6 +140,19 @@ def test_a_batch_is_under_way_while_the_caller_goes_on(model):
         assert bits(engine.generate(PROMPTS, SAMPLING)) == bits(rollouts)
 
 
+def test_requests_wait_at_a_server_so_that_it_is_always_full(model):
+    """A chunk ends with its longest sequence, so one chunk alone would leave places empty."""
+    server = StandIn(model, GKV, max_batch=2 * client.CHUNK)
+    with asking(model, server) as engine:
+        with server.lock:
+            batch = engine.begin(PROMPTS, SamplingConfig(8, n=16, seed=5))
+            until = time.monotonic() + 10
+            while server.running < 4 and time.monotonic() < until:
+                time.sleep(0.01)
+            assert server.running == 4
+        assert len(engine.finish(batch)) == 48
+
+
 def test_other_servers_are_refused_by_what_differs(model, new_model, tmp_path, monkeypatch):
     server = StandIn(model, GKV)
     new_model("llama").save_pretrained(tmp_path / "llama")
