@@ -38,7 +38,7 @@ class StandIn(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    running = 0
+    requests = 0
 
     def __init__(self, model: str, policy: Any, port: int = 0, faults: Iterable[str] = (), max_batch: int = 16) -> None:
         self.engine, self.faults, self.lock = HFEngine(model, make_policy(policy)), list(faults), threading.Lock()
@@ -109,17 +109,19 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.admitted():
             digests = self.server.engine.scorer_digests()
-            self.answer(json.dumps({**self.server.about, "running": self.server.running, "scorers": digests}).encode())
+            self.answer(
+                json.dumps({**self.server.about, "requests": self.server.requests, "scorers": digests}).encode()
+            )
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if not self.admitted():
             return
-        self.server.running += 1
+        self.server.requests += 1
         try:
             self.respond(body)
         finally:
-            self.server.running -= 1
+            self.server.requests -= 1
 
     def respond(self, body: bytes) -> None:
         path, _, query = self.path.partition("?")

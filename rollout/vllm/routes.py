@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from vllm import SamplingParams
@@ -83,6 +83,7 @@ class RolloutServer:
         self.version = self.recorded = 0
         self.scorers: dict[str, list[str]] | None = None  # their digests
         self.running = self.waiting = 0  # sequences
+        self.requests = 0
         self.updating = False
         self.changed = asyncio.Condition()  # of the version and the three values above
         self.free: list[int] = []  # places that were given out before, and are not in use
@@ -94,8 +95,16 @@ class RolloutServer:
         if self.scorers is None:
             ranks = await self.engine.collective_rpc("scorer_digests")
             self.scorers = {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
-        numbers = {name: getattr(self, name) for name in ("version", "running", "waiting", "recorded", "scorers")}
-        return replace(self.about, **numbers)
+        names = "version", "running", "waiting", "requests", "recorded", "scorers"
+        return replace(self.about, **{name: getattr(self, name) for name in names})
+
+    async def counted(self) -> AsyncIterator[None]:
+        """Count a request, from its begin until its answer is sent, or the client has left."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
@@ -285,7 +294,7 @@ def attach(app: Any, engine: Any) -> None:
             return _refusal(error)
         return Response(await asyncio.to_thread(pack_rollouts, answers), media_type="application/octet-stream")
 
-    @router.post("/rollouts")
+    @router.post("/rollouts", dependencies=[Depends(server.counted)])
     async def rollouts(raw_request: HttpRequest) -> Response:
         await raw_request.body()  # what comes after it says that the client has left
         return await with_cancellation(answer)(None, raw_request) or Response(status_code=499)

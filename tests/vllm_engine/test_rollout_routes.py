@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tiny import directory_of, loaded, random_prompts
 
 from rollout import SamplingConfig
 from rollout.sampling import NotFiniteLogprobError, Request
-from rollout.wire import Asked, pack_weights
+from rollout.wire import Asked, pack_requests, pack_weights
 from sparse_rl.errors import StoppedError, UserError
 
 LENGTH = 4
@@ -251,3 +252,49 @@ def test_a_request_that_does_not_fit_is_refused(served: Callable) -> None:
         await server.sample(asked(0, tokens=60))  # control
 
     served(test)
+
+
+def test_a_request_counts_until_its_answer_is_sent_or_its_client_has_left() -> None:
+    """The client would not believe a server that has nothing to do. It reads slowly here, or leaves."""
+    pytest.importorskip("vllm")
+    from fastapi import FastAPI
+
+    from rollout.vllm.routes import attach
+
+    engine, body = Engine(directory_of("qwen2")), pack_requests(asked(0).requests, SamplingConfig(3), [], 0)
+    attach(app := FastAPI(), engine)
+
+    async def requests() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+            return int((await http.get("/rollouts")).json()["requests"])
+
+    async def test(leaves: bool) -> None:
+        sent, reads, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        parts = iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> dict[str, Any]:
+            if (part := next(parts, None)) is None:
+                await left.wait()
+            return part or {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.set()
+            await reads.wait()
+
+        headers = [(b"host", b"server")]
+        scope = {"type": "http", "method": "POST", "path": "/rollouts", "query_string": b"", "headers": headers}
+        if leaves:
+            engine.go_on.clear()
+        task = asyncio.create_task(app(scope, receive, send))
+        if not leaves:
+            await sent.wait()
+        await asyncio.sleep(0.05)
+        assert await requests() == 1 and not task.done()
+        (left if leaves else reads).set()
+        reads.set()
+        await task
+        assert await requests() == 0
+        engine.go_on.set()
+
+    for leaves in (False, True):
+        asyncio.run(asyncio.wait_for(test(leaves), 20))
