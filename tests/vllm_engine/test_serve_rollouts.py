@@ -66,6 +66,34 @@ def test_what_would_lose_records_or_open_the_weights_is_refused(
             assert read_arguments(parts[:split], parts[split + 1 :]).host == "0.0.0.0"
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("hf_overrides", '{"vocab_size": 64}'),
+        ("load_format", "dummy"),
+        ("logits_processors", "a.module:Processor"),
+        ("revision", "main"),
+        ("hf_config_path", "another"),
+    ],
+)
+def test_flags_that_would_change_the_model_or_its_draws_are_refused(
+    flag: str, value: str, tmp_path: Path, started: list
+) -> None:
+    """Control: they are accepted without rollouts."""
+    from rollout.vllm.compat.server import read_arguments
+
+    folder, words = served_directory(tmp_path), [f"--{flag.replace('_', '-')}", value]
+    for more in ((), ("--rollouts",)):
+        run(folder, *more, "--", *words)
+        command = started.pop()
+        parts = command[command.index("--model") : command.index("--")]
+        if more:
+            with pytest.raises(UserError, match=f"{words[0]} cannot be chosen"):
+                read_arguments(parts, words)
+        else:
+            assert getattr(read_arguments(parts, words), flag)
+
+
 def changed(model: Any, version: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
     return {n: w + 0.02 * torch.randn(w.shape, generator=generator) for n, w in model.named_parameters()}
