@@ -224,6 +224,11 @@ def test_a_server_gives_the_rollouts_of_the_engine(served: tuple[Server, dict[An
     assert differences(client.ask(requests(other), other, 1, size), expected[1, 60]) == 12  # control
     assert differences(expected[0, 60], expected[1, 60]) > 9  # control
     assert not differences(client.ask(requests(SAMPLINGS[0]), SAMPLINGS[0], 1, 5), expected[1, 60])
+    cached = "prefix_cache_hits_total" if policy.name == "full" else "external_prefix_cache_hits_total"
+    before = server.metrics()[cached]
+    assert not differences(client.ask(requests(SAMPLINGS[0]), SAMPLINGS[0], 1, size), expected[1, 60])
+    copied = server.metrics()[cached] - before  # each prompt is prefilled once, except for its last token
+    assert copied == 2 * sum(len(prompt) - 1 for prompt in PROMPTS) or (policy.name == "full" and copied > 0)
 
 
 @pytest.mark.slow
