@@ -337,7 +337,7 @@ class ServerEngine:
             while not (await asyncio.wait({task}, timeout=self.beat))[0]:
                 try:
                     about = await self._look(server)
-                    if batch is not None and about.running == about.waiting == 0:
+                    if batch is not None and not about.requests:
                         raise Fault("it samples nothing, although it was asked to")
                     missed = 0
                     if batch is not None:

@@ -72,6 +72,7 @@ class About(Configuration):
     max_batch : maximum number of sequences that are sampled at the same time
     max_model_len : maximum length of prompt and completion
     running, waiting : numbers of sequences in the engine, and of those that wait for their version
+    requests : number of requests for rollouts that are read, sampled, or answered
     recorded : number of entries that the workers keep of sequences, 0 if there are none
     scorers : digests of the policy's scorers, as in `Engine.scorer_digests`
     """
@@ -89,6 +90,7 @@ class About(Configuration):
     max_model_len: int
     running: int = 0
     waiting: int = 0
+    requests: int = 0
     recorded: int = 0
     scorers: dict[str, list[str]] = field(default_factory=dict)
     format: int = FORMAT

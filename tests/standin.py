@@ -35,10 +35,11 @@ class StandIn(ThreadingHTTPServer):
 
     asked : number of sequences that it has been asked for
     pushes : number of times that it was given weights
+    deaf : number of the next GET requests that it does not answer
     """
 
     daemon_threads = True
-    running = 0
+    requests = deaf = 0
 
     def __init__(self, model: str, policy: Any, port: int = 0, faults: Iterable[str] = (), max_batch: int = 16) -> None:
         self.engine, self.faults, self.lock = HFEngine(model, make_policy(policy)), list(faults), threading.Lock()
@@ -107,19 +108,24 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def do_GET(self) -> None:
-        if self.admitted():
+        if self.server.deaf:
+            self.server.deaf -= 1
+            self.connection.shutdown(socket.SHUT_RDWR)
+        elif self.admitted():
             digests = self.server.engine.scorer_digests()
-            self.answer(json.dumps({**self.server.about, "running": self.server.running, "scorers": digests}).encode())
+            self.answer(
+                json.dumps({**self.server.about, "requests": self.server.requests, "scorers": digests}).encode()
+            )
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if not self.admitted():
             return
-        self.server.running += 1
+        self.server.requests += 1
         try:
             self.respond(body)
         finally:
-            self.server.running -= 1
+            self.server.requests -= 1
 
     def respond(self, body: bytes) -> None:
         path, _, query = self.path.partition("?")

@@ -29,7 +29,7 @@ from rollout.sampling import NotFiniteLogprobError, Request, requests_to_sample,
 from rollout.vllm.compat import arguments, plugin
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.conversations import KeptConversation, TurnRequest, turn_requests
-from rollout.vllm.memory import beside_cache
+from rollout.vllm.memory import beside_cache, prompt_groups
 from rollout.vllm.sampling import joined
 from rollout.vllm.weights import ModelWeights, handed_over
 from sparse_rl.attention.families import cache_shape, windows_of
@@ -315,21 +315,7 @@ class VLLMEngine:
                 engine.abort_request(added)
 
     def _groups(self, requests: list[Request]) -> Iterable[list[Request]]:
-        """Return the requests in groups whose prompt is prefilled once. A cache that evicts must have room for the
-        prompt and two samples. A full cache needs no groups: vLLM's prefix caching finds equal prompts.
-        """
-        if not self.policy.schedule.evicts:
-            return [[request] for request in requests]
-        groups: dict[Any, list[Request]] = {}
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        for request in requests:
-            prompt = len(request.tokens)
-            held = self.policy.schedule.most_held(prompt, self.max_model_len)
-            blocks = -(-(prompt - 1) // cache.block_size) + 2 * -(-held // cache.block_size)
-            fits = prompt > 1 and blocks < cache.num_gpu_blocks  # one block is vLLM's own
-            fits = fits and request.held is None
-            groups.setdefault(tuple(request.tokens) if fits else request.place, []).append(request)
-        return groups.values()
+        return prompt_groups(requests, self.policy, self.llm.llm_engine.vllm_config)
 
     def _with_records(self, requests: list[Request], sampled: dict[int, Any]) -> Iterator[tuple[int, Rollout]]:
         """Yield (place, rollout) for each sampled request, from vLLM's outputs and the workers' records, which are

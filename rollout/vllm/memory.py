@@ -6,10 +6,12 @@ buffers of state.py and the float64 sampler of rollout/sampling.py, whose bytes 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollout.engine import CPU_HEAD_SIZES
+from rollout.sampling import Request
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.errors import UserError
 from sparse_rl.policies.base import Policy
@@ -51,6 +53,24 @@ def most_holders(policy: Policy, max_batch: int) -> int:
     sequences.
     """
     return -(-max_batch // 8) if policy.schedule.evicts else 0
+
+
+def prompt_groups(requests: Sequence[Request], policy: Policy, vllm_config: Any) -> Iterable[list[Request]]:
+    """Return requests in groups whose prompt is prefilled once. A cache that evicts must have room for the prompt and
+    two samples. A full cache needs no groups: vLLM's prefix caching finds equal prompts.
+    """
+    if not policy.schedule.evicts:
+        return [[request] for request in requests]
+    groups: dict[Any, list[Request]] = {}
+    cache, longest = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    for request in requests:
+        prompt = len(request.tokens)
+        held = policy.schedule.most_held(prompt, longest)
+        blocks = -(-(prompt - 1) // cache.block_size) + 2 * -(-held // cache.block_size)
+        fits = prompt > 1 and blocks < cache.num_gpu_blocks  # one block is vLLM's own
+        fits = fits and request.held is None
+        groups.setdefault(tuple(request.tokens) if fits else request.place, []).append(request)
+    return groups.values()
 
 
 def beside_cache(policy: Policy, config: Any, *, itemsize: int, max_batch: int, tensor_parallel: int = 1) -> Beside:

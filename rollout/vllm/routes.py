@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from vllm import SamplingParams
@@ -29,6 +29,7 @@ from rollout.engine import Rollout
 from rollout.sampling import NotFiniteLogprobError, Request, token_ids
 from rollout.vllm.compat import arguments
 from rollout.vllm.compat.arguments import KEY
+from rollout.vllm.memory import prompt_groups
 from rollout.vllm.sampling import Result, joined
 from rollout.vllm.scheduler import PREEMPTED
 from rollout.vllm.weights import ModelWeights
@@ -83,6 +84,7 @@ class RolloutServer:
         self.version = self.recorded = 0
         self.scorers: dict[str, list[str]] | None = None  # their digests
         self.running = self.waiting = 0  # sequences
+        self.requests = 0
         self.updating = False
         self.changed = asyncio.Condition()  # of the version and the three values above
         self.free: list[int] = []  # places that were given out before, and are not in use
@@ -94,8 +96,16 @@ class RolloutServer:
         if self.scorers is None:
             ranks = await self.engine.collective_rpc("scorer_digests")
             self.scorers = {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
-        numbers = {name: getattr(self, name) for name in ("version", "running", "waiting", "recorded", "scorers")}
-        return replace(self.about, **numbers)
+        names = "version", "running", "waiting", "requests", "recorded", "scorers"
+        return replace(self.about, **{name: getattr(self, name) for name in names})
+
+    async def counted(self) -> AsyncIterator[None]:
+        """Count a request, from its begin until its answer is sent, or the client has left."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
@@ -155,12 +165,14 @@ class RolloutServer:
             self.places += 1
         ours = [self.free.pop() for _ in requests]
         try:
+            outputs = await self._begin(dict(zip(ours, requests, strict=True)), asked)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(*pair, asked)) for pair in zip(ours, requests, strict=True)]
+                pairs = zip(ours, requests, strict=True)
+                tasks = [group.create_task(self._one(request, outputs[place])) for place, request in pairs]
             rows = list(zip(ours, requests, [task.result() for task in tasks], strict=True))
             done = [row for row in rows if row[2] is not None]
             lengths = {place: len(request.prompt) + len(output.token_ids) for place, request, output in done}
-            lost = [place for place in ours if place not in lengths]
+            lost = [place for place in _with_holders(ours) if place not in lengths]
             ranks = await self._take(lengths, lost)
         except BaseException as error:
             task = asyncio.create_task(self._forget(ours))  # also if this task is cancelled
@@ -168,9 +180,9 @@ class RolloutServer:
             task.add_done_callback(self.tasks.discard)
             raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
         self.free += ours
-        pairs = zip(done, zip(*ranks, strict=True), strict=True)
+        taken = zip(done, zip(*ranks, strict=True), strict=True)
         return await asyncio.to_thread(
-            lambda: {request.place: self._answer(request, output, results) for (_, request, output), results in pairs}
+            lambda: {request.place: self._answer(request, output, results) for (_, request, output), results in taken}
         )
 
     async def _take(self, lengths: dict[int, int], forgotten: list[int]) -> list[list[Result]]:
@@ -179,27 +191,44 @@ class RolloutServer:
         return list(ranks)
 
     async def _forget(self, places: list[int]) -> None:
-        await self.engine.abort([str(place) for place in places])
-        await self._take({}, places)
+        await self.engine.abort([str(place) for place in _with_holders(places)])
+        await self._take({}, _with_holders(places))
         self.free += places
 
-    async def _one(self, place: int, request: Request, asked: Asked) -> Any:
+    async def _begin(self, requests: dict[int, Request], asked: Asked) -> dict[int, Any]:
+        """Give the engine requests, by place: those of one prompt, and then their holder (scheduler.py), at the place
+        -1 minus that of the first of them. Returns where the engine puts the output of each.
+        """
+        outputs, place_of = dict[int, Any](), {request.place: place for place, request in requests.items()}
+
+        async def add(place: int, request: Request, prompt: list[int], most: int, **more: str) -> None:
+            settings = OwnSettings(place=place, seed=request.seed, sampling=as_mapping(asked.sampling), **more)
+            if request.forced is not None:
+                settings["forced"] = request.forced
+            parameters = SamplingParams(
+                max_tokens=most,
+                temperature=1.0,  # SequenceSampler applies the real temperature, top_p, top_k and the seed
+                extra_args={KEY: settings},
+                stop_token_ids=asked.stop,
+                ignore_eos=True,  # the stop tokens already include the end-of-sequence tokens
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            tokens = {"type": "token", "prompt_token_ids": prompt}
+            outputs[place] = await self.engine.add_request(str(place), tokens, parameters)
+
+        for group in prompt_groups([*requests.values()], self.policy, self.engine.vllm_config):
+            first = place_of[group[0].place]
+            for request in group:
+                shared = {"group": str(first)} if len(group) > 1 else {}
+                await add(place_of[request.place], request, request.prompt, request.max_tokens, **shared)
+            if len(group) > 1:
+                await add(-1 - first, group[0], group[0].prompt[:-1], 1, holds=str(first))
+        return outputs
+
+    async def _one(self, request: Request, outputs: Any) -> Any:
         """Return vLLM's output for a sequence, or None if it was preempted."""
-        settings = OwnSettings(place=place, seed=request.seed, sampling=as_mapping(asked.sampling))
-        if request.forced is not None:
-            settings["forced"] = request.forced
-        parameters = SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=1.0,  # SequenceSampler applies the real temperature, top_p, top_k and the seed
-            extra_args={KEY: settings},
-            stop_token_ids=asked.stop,
-            ignore_eos=True,  # the stop tokens already include the end-of-sequence tokens
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        prompt = {"type": "token", "prompt_token_ids": request.prompt}
-        async for output in self.engine.generate(prompt, parameters, str(place)):
-            final = output.outputs[0]
+        final = (await outputs.get()).outputs[0]
         if final.finish_reason == "error" and final.stop_reason == PREEMPTED:
             return None
         if final.finish_reason == "error":
@@ -267,6 +296,10 @@ class RolloutServer:
         return sum(4 * shape.numel() + 4096 for shape in self.weights.shapes.values())
 
 
+def _with_holders(places: list[int]) -> list[int]:
+    return [*places, *(-1 - place for place in places)]
+
+
 # ---- the routes -----------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +318,7 @@ def attach(app: Any, engine: Any) -> None:
             return _refusal(error)
         return Response(await asyncio.to_thread(pack_rollouts, answers), media_type="application/octet-stream")
 
-    @router.post("/rollouts")
+    @router.post("/rollouts", dependencies=[Depends(server.counted)])
     async def rollouts(raw_request: HttpRequest) -> Response:
         await raw_request.body()  # what comes after it says that the client has left
         return await with_cancellation(answer)(None, raw_request) or Response(status_code=499)

@@ -185,6 +185,8 @@ class ServerRecord(RunRecord):
             self.versions[request_id] = [self.version, self.version]
 
     def begin(self, request_id: str, holder: str = "") -> int:
+        if request_id in self.numbers:
+            self.holder_of[request_id] = holder
         return self.numbers.get(request_id, 0)  # nobody's number
 
     def evict(self, numbers: Tensor, at: Tensor, positions: Tensor) -> None:
@@ -219,8 +221,8 @@ class ServerRecord(RunRecord):
         self.supports.settle()
         for request_id in [name for name, place in self.place_of.items() if place in places]:
             del self.place_of[request_id], self.numbers[request_id]
-        kept: tuple[dict[Any, Any], ...] = self.versions, self.by_step, self.dropped, self.routed, self.supports.drawn
-        for by_request in kept:
+        kept: list[dict[Any, Any]] = [self.versions, self.by_step, self.holder_of]
+        for by_request in [*kept, self.dropped, self.routed, self.supports.drawn]:
             for request_id in by_request.keys() - self.place_of.keys():
                 del by_request[request_id]
 

@@ -271,3 +271,22 @@ def test_no_process_waits_without_end_for_weights_that_another_gives(model):
             engine.generate(PROMPTS, SAMPLING)
         engine.load_weights(changed(model).items())
         assert engine.generate(PROMPTS, SAMPLING)
+
+
+def test_digests_are_those_in_which_the_servers_agree(model, monkeypatch):
+    """A server that does not answer is left out; if none does, they are asked again, as long as patience lasts."""
+    monkeypatch.setattr(client, "FIRST_PAUSE", 0.01)
+    one, other = StandIn(model, GKV), StandIn(model, GKV)
+    digests = [{"same": ["a", "b"], "differs": ["a"]}, {"same": ["a", "b"], "differs": ["b"], "more": ["c"]}]
+    for server, own in zip((one, other), digests, strict=True):
+        monkeypatch.setattr(server.engine, "scorer_digests", lambda own=own: own)
+    with asking(model, one, other, patience=1) as engine:
+        assert engine.scorer_digests() == {"same": ["a", "b"]}
+        other.deaf = 1
+        assert engine.scorer_digests() == digests[0]
+        one.deaf = other.deaf = 3
+        assert engine.scorer_digests() == {"same": ["a", "b"]}
+        one.deaf = other.deaf = 10**6
+        with pytest.raises(StoppedError, match="no server of rollouts has worked for 1 seconds"):
+            engine.scorer_digests()
+        one.deaf = other.deaf = 0

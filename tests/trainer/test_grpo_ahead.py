@@ -100,7 +100,7 @@ def test_it_is_the_run_of_an_engine_that_is_one_update_late(settings, run_ahead,
     logged = steps(first.args.output_dir)
     assert [line.get("sync/behind") for line in logged] == [None, 1.0, 1.0]
     assert all(line["sync/early_gap"] <= 1e-5 for line in logged[:-1]) and "sync/early_gap" not in logged[-1]
-    assert all(line["sync/probe_gap"] <= 1e-5 for line in logged)
+    assert all(line["sync/probe_gap"] <= 1e-5 for line in logged[:-1]) and "sync/probe_gap" not in logged[-1]
     assert min(line["replay/gap_mean"] for line in logged[1:]) > 1e-3  # an update's, which stops no run
 
 
@@ -108,7 +108,7 @@ def test_it_is_the_run_of_an_engine_that_is_one_update_late(settings, run_ahead,
     ("settings", "given", "asked"),
     [
         ({"max_steps": 5, **HALVES}, [0, 1, 3], [1, 3]),
-        pytest.param({"max_steps": 4, "num_iterations": 2}, [0, 1, 3], [1], marks=pytest.mark.slow),
+        pytest.param({"max_steps": 4, "num_iterations": 2}, [0, 1], [1], marks=pytest.mark.slow),
         pytest.param(
             {"held_out": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2},
             *([0, 1, 2, 3], [0, 1]),
@@ -190,8 +190,8 @@ def test_control_without_the_guard_a_fault_stops_nothing(fault, run_ahead):
 def test_rollouts_of_other_rows_are_refused(run_ahead):
     """Others were asked for, or others came. Control: the runs of the other tests."""
     trainer = run_ahead()
-    rows = trainer.ahead._next_rows
-    trainer.ahead._next_rows = lambda: rows()[::-1]
+    rows = trainer.ahead.next_rows
+    trainer.ahead.next_rows = lambda: rows()[::-1]
     with pytest.raises(StoppedError, match=r"rollout\.ahead: the rollout of row 0 was asked for another prompt"):
         trainer.train()
     trainer = run_ahead("came")

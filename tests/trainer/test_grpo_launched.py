@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from processes import ROOT, python
 from safetensors.torch import load_file
+from standin import StandIn, serving
 from trainer_runs import steps, timeless
 
 from sparse_rl.models.load import load_config
@@ -22,6 +23,7 @@ from sparse_rl.models.weights import check_weights
 from trainer.checkpoint import locked
 
 pytestmark = pytest.mark.slow
+GKV = {"policy": "gkv", "budget": 16, "window": 4, "period": 4}
 GSM8K = ROOT.parent / "shared/data/gsm8k_train.jsonl"
 REWARDS = """
 import os, signal
@@ -57,7 +59,7 @@ def command(tiny, tmp_path):
         "output_dir": "unset",
         "dtype": "float32",
         "data": {"path": str(problems), "columns": {"prompt": "problem"}, "chat": False, "max_prompt_tokens": 300},
-        "cache": {"policy": "gkv", "budget": 16, "window": 4, "period": 4},
+        "cache": GKV,
         "rewards": ["math", {"name": "my_rewards:digits", "weight": 0.5}],
         "rollout": {"engine": "hf"},
         "importance_correction": "none",
@@ -117,6 +119,36 @@ def test_a_run_with_vllm_equals_a_run_with_the_live_module(stage, command, tiny,
     assert all(line["sync/probe_gap"] <= 1e-5 for line in with_vllm)
     live = check_run(command("live", *words), tmp_path / "live", 3)
     assert [(line["reward"], line["grad_norm"]) for line in with_vllm] == [(x["reward"], x["grad_norm"]) for x in live]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_processes_share_two_servers(stage, command, tiny, tmp_path):
+    """The run is that of the live module; one step ahead, it is the same whatever the servers do. One of the processes
+    gives a server the weights. Control: one step ahead is another run.
+    """
+    fewer = (f"launch.zero_stage={stage}", "max_steps=3", "save_steps=0", "data.max_prompt_tokens=200")
+
+    def run(name: str, pushes: int, *words: str, faults: Any = ((), ())) -> tuple[list[Any], dict[str, Any]]:
+        one, other = (StandIn(tiny("qwen3"), GKV, faults=some) for some in faults)
+        with serving(one, other) as urls:
+            if words:
+                words = (*words, "rollout.engine=server", f"rollout.servers=[{','.join(urls)}]")
+            process = command(name, *fewer, *words)
+        assert process.returncode == 0, process.stderr[-3000:]
+        assert one.pushes == other.pushes == pushes
+        lines = [{n: v for n, v in x.items() if n[:5] != "sync/"} for x in timeless(steps(tmp_path / name))]
+        assert len(lines) == 3
+        return lines, load_file(tmp_path / name / "model/model.safetensors")
+
+    def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
+        return all((left[name] == right[name]).all() for name in left)
+
+    live, served = run("live", 0), run("served", 3, "rollout.ahead=0", faults=(["", "reset"], ["500"]))
+    assert live[0] == served[0] and equal(live[1], served[1])
+    words = "rollout.ahead=1", "importance_correction=token_truncate"
+    ahead, again = run("ahead", 2, *words), run("again", 2, *words, faults=(["", "slow", "reset"], ["slow", "409"]))
+    assert ahead[0] == again[0] and equal(ahead[1], again[1])
+    assert not equal(live[1], ahead[1])
 
 
 @pytest.mark.parametrize(("processes", "stages"), [(1, (0, 2)), (2, (0, 1, 2, 3))])

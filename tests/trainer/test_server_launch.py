@@ -77,6 +77,13 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path):
         pass
 
 
+def test_every_server_is_watched_while_another_one_starts(tmp_path):
+    words = "import os, time\nif os.readlink('/proc/self/fd/1').endswith('-1.log'): raise SystemExit('no room there')\n"
+    why = r"ended before it answered: no room there \(see .*rollout-server-1\.log"
+    with pytest.raises(StoppedError, match=why), rollout_servers(2, ["-c", f"{words}time.sleep(60)"], tmp_path):
+        pass
+
+
 LAUNCHER = """
 import sys, time
 from pathlib import Path

@@ -5,22 +5,25 @@ only pretends to sample.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import httpx
 import numpy as np
 import pytest
 import torch
-from tiny import directory_of, loaded, random_prompts
+from tiny import directory_of, loaded, policy_of, random_prompts
 
 from rollout import SamplingConfig
 from rollout.sampling import NotFiniteLogprobError, Request
-from rollout.wire import Asked, pack_weights
+from rollout.wire import Asked, pack_requests, pack_weights
 from sparse_rl.errors import StoppedError, UserError
+from sparse_rl.policies.make import fingerprint
 
 LENGTH = 4
 
@@ -28,12 +31,14 @@ LENGTH = 4
 class Engine:
     """Stands in for vLLM's AsyncLLM. `outcomes` are (finish_reason, stop_reason) of the next requests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, policy: str | None = None) -> None:
         from rollout.vllm.compat.arguments import KEY
 
+        settings = {KEY: {"policy": policy, "contexts": None, "max_prompt": None}} if policy else {}
         self.vllm_config = SimpleNamespace(
             additional_config={KEY: {"exact": True, "folds": False}},
-            kv_transfer_config=None,
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=settings),
+            cache_config=SimpleNamespace(block_size=32, num_gpu_blocks=9),
             model_config=SimpleNamespace(model=str(folder), dtype=torch.float32, max_model_len=64),
             scheduler_config=SimpleNamespace(max_num_seqs=4),
         )
@@ -45,18 +50,25 @@ class Engine:
         self.go_on.set()
         self.breaks = False  # while it loads weights
 
-    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+    async def add_request(self, request_id: str, prompt: Any, parameters: Any) -> Any:
         assert request_id not in self.running and int(request_id) not in self.done
-        self.running[request_id] = self.version
         self.log.append(f"begin {request_id}")
+        if int(request_id) < 0:  # a holder, which ends by itself
+            self.done[int(request_id)] = [self.version, self.version]
+        else:
+            self.running[request_id] = self.version
         await asyncio.sleep(0)
-        await self.go_on.wait()
-        finish_reason, stop_reason = self.outcomes.pop(0) if self.outcomes else ("length", None)
-        self.done[int(request_id)] = [self.running.pop(request_id), self.version]
-        tokens = list(range(parameters.max_tokens))
-        yield SimpleNamespace(
-            outputs=[SimpleNamespace(token_ids=tokens, finish_reason=finish_reason, stop_reason=stop_reason)]
-        )
+
+        async def get() -> Any:
+            await self.go_on.wait()
+            finish_reason, stop_reason = self.outcomes.pop(0) if self.outcomes else ("length", None)
+            self.done[int(request_id)] = [self.running.pop(request_id), self.version]
+            tokens = list(range(parameters.max_tokens))
+            return SimpleNamespace(
+                outputs=[SimpleNamespace(token_ids=tokens, finish_reason=finish_reason, stop_reason=stop_reason)]
+            )
+
+        return SimpleNamespace(get=get)
 
     async def abort(self, request_ids: list[str]) -> None:
         for i in request_ids:
@@ -93,13 +105,13 @@ class Engine:
 
 @pytest.fixture
 def served() -> Callable:
-    """served(test) runs the coroutine test(server, engine)."""
+    """served(test, policy=None) runs the coroutine test(server, engine). policy : fingerprint; None is a full cache"""
     pytest.importorskip("vllm")
     from rollout.vllm import routes
 
-    def run(test: Callable) -> None:
+    def run(test: Callable, policy: str | None = None) -> None:
         async def whole() -> None:
-            engine = Engine(directory_of("qwen2"))
+            engine = Engine(directory_of("qwen2"), policy)
             server = routes.RolloutServer(engine)
             await test(server, engine)
             for _ in range(9):
@@ -224,12 +236,13 @@ def test_an_unfinished_sequence_is_never_handed_out(
 
 
 def test_a_client_that_leaves_takes_its_sequences_along(served: Callable) -> None:
-    """At any time. Others get theirs."""
+    """At any time, and the holder of its prompt, too. Others get theirs."""
 
     async def test(server: Any, engine: Engine) -> None:
         for steps in range(12):
             engine.go_on.clear()
-            leaving, staying = (asyncio.create_task(server.sample(asked(0))) for _ in range(2))
+            same = Asked([replace(r, prompt=[5, 6, 7, 8]) for r in asked(0).requests], SamplingConfig(3), [], 0)
+            leaving, staying = (asyncio.create_task(server.sample(same)) for _ in range(2))
             for _ in range(steps):
                 await asyncio.sleep(0)
             leaving.cancel()
@@ -238,6 +251,26 @@ def test_a_client_that_leaves_takes_its_sequences_along(served: Callable) -> Non
             engine.go_on.set()
             assert len(await staying) == 2
 
+    served(test, fingerprint(policy_of("gkv", budget=32, window=8, period=8)))
+
+
+def test_the_prompt_of_several_samples_is_given_once_and_after_them(served: Callable) -> None:
+    """Its holder would not wait for samples that come later. Controls: single samples, and a full cache."""
+
+    async def test(server: Any, engine: Engine) -> None:
+        one, other, third = random_prompts([LENGTH] * 3)
+        prompts = [one, other, one, third, other, one]
+        requests = [Request(i, prompt, 3, i) for i, prompt in enumerate(prompts)]
+        answers = await server.sample(Asked(requests, SamplingConfig(3), [], 0))
+        assert [answer.rollout.prompt_ids for answer in answers] == prompts
+        begun = [int(line.split()[1]) for line in engine.log]
+        if engine.vllm_config.kv_transfer_config.kv_connector_extra_config:
+            group, pair = begun[:3], begun[4:6]
+            assert begun == [*group, -1 - group[0], *pair, -1 - pair[0], begun[7]]
+        else:
+            assert min(begun) == 0 and len(begun) == 6
+
+    served(test, fingerprint(policy_of("gkv", budget=32, window=8, period=8)))
     served(test)
 
 
@@ -251,3 +284,49 @@ def test_a_request_that_does_not_fit_is_refused(served: Callable) -> None:
         await server.sample(asked(0, tokens=60))  # control
 
     served(test)
+
+
+def test_a_request_counts_until_its_answer_is_sent_or_its_client_has_left() -> None:
+    """The client would not believe a server that has nothing to do. It reads slowly here, or leaves."""
+    pytest.importorskip("vllm")
+    from fastapi import FastAPI
+
+    from rollout.vllm.routes import attach
+
+    engine, body = Engine(directory_of("qwen2")), pack_requests(asked(0).requests, SamplingConfig(3), [], 0)
+    attach(app := FastAPI(), engine)
+
+    async def requests() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+            return int((await http.get("/rollouts")).json()["requests"])
+
+    async def test(leaves: bool) -> None:
+        sent, reads, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        parts = iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> dict[str, Any]:
+            if (part := next(parts, None)) is None:
+                await left.wait()
+            return part or {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.set()
+            await reads.wait()
+
+        headers = [(b"host", b"server")]
+        scope = {"type": "http", "method": "POST", "path": "/rollouts", "query_string": b"", "headers": headers}
+        if leaves:
+            engine.go_on.clear()
+        task = asyncio.create_task(app(scope, receive, send))
+        if not leaves:
+            await sent.wait()
+        await asyncio.sleep(0.05)
+        assert await requests() == 1 and not task.done()
+        (left if leaves else reads).set()
+        reads.set()
+        await task
+        assert await requests() == 0
+        engine.go_on.set()
+
+    for leaves in (False, True):
+        asyncio.run(asyncio.wait_for(test(leaves), 20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from rollout import Rollout, SamplingConfig, make_engine
 from rollout.sampling import Request, requests_to_sample, requests_to_simulate, stop_tokens
 from rollout.wire import About, pack_requests, pack_weights, unpack_rollouts
 from sparse_rl.data.synthetic import EOS_ID, RunningSum
+from sparse_rl.errors import UserError
 from sparse_rl.models.directory import save_policy, saved_policy
 from sparse_rl.models.load import load_config, load_generation_config, load_model
+from sparse_rl.policies import make_policy
 from sparse_rl.policies.make import fingerprint
 
 PROMPTS = random_prompts((5, 17, 33, 64, 81, 130))
@@ -48,7 +51,6 @@ def test_what_would_lose_records_or_open_the_weights_is_refused(
 ) -> None:
     """Control: without rollouts, the server may be open to others."""
     from rollout.vllm.compat.server import read_arguments
-    from sparse_rl.errors import UserError
 
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     folder = served_directory(tmp_path)
@@ -64,12 +66,40 @@ def test_what_would_lose_records_or_open_the_weights_is_refused(
             assert read_arguments(parts[:split], parts[split + 1 :]).host == "0.0.0.0"
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("hf_overrides", '{"vocab_size": 64}'),
+        ("load_format", "dummy"),
+        ("logits_processors", "a.module:Processor"),
+        ("revision", "main"),
+        ("hf_config_path", "another"),
+    ],
+)
+def test_flags_that_would_change_the_model_or_its_draws_are_refused(
+    flag: str, value: str, tmp_path: Path, started: list
+) -> None:
+    """Control: they are accepted without rollouts."""
+    from rollout.vllm.compat.server import read_arguments
+
+    folder, words = served_directory(tmp_path), [f"--{flag.replace('_', '-')}", value]
+    for more in ((), ("--rollouts",)):
+        run(folder, *more, "--", *words)
+        command = started.pop()
+        parts = command[command.index("--model") : command.index("--")]
+        if more:
+            with pytest.raises(UserError, match=f"{words[0]} cannot be chosen"):
+                read_arguments(parts, words)
+        else:
+            assert getattr(read_arguments(parts, words), flag)
+
+
 def changed(model: Any, version: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
     return {n: w + 0.02 * torch.randn(w.shape, generator=generator) for n, w in model.named_parameters()}
 
 
-@pytest.fixture(scope="module", params=["streaming", "gkv", "kvpop", "experts"])
+@pytest.fixture(scope="module", params=["full", "streaming", "h2o", "gkv", "am", "kvpop", "experts"])
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[Any, list[Rollout]]]]:
     """A server, and the rollouts of the engine in process, by version of the weights and settings."""
     name, folder = request.param, tmp_path_factory.mktemp("trained")
@@ -80,7 +110,9 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         save_learned(with_scorers(model, policy, 0, scale=0.2), policy, folder)
     else:
         model.save_pretrained(folder)
-        save_policy(folder, policy_of("gkv" if name == "experts" else name, budget=48, window=8, period=16, sinks=2))
+        if name != "full":  # that of a model without a policy
+            policy = policy_of("gkv" if name == "experts" else name, budget=48, window=8, period=16, sinks=2)
+            save_policy(folder, policy)
     RunningSum.tokenizer().save_pretrained(folder)
     engine, expected = make_engine("vllm", model=folder, **OPTIONS), {}
     try:
@@ -146,8 +178,8 @@ def test_a_server_gives_the_rollouts_of_the_engine(served: tuple[Server, dict[An
     """
     (server, expected), size = served, 64
     client = Client(server)
-    policy = saved_policy(server.model)
-    assert policy is not None and client.about().policy == fingerprint(policy)
+    policy = saved_policy(server.model) or make_policy("full")
+    assert client.about().policy == fingerprint(policy)
 
     def requests(sampling: SamplingConfig) -> list[Request]:
         return requests_to_sample(PROMPTS, sampling, client.config.vocab_size)
@@ -192,3 +224,33 @@ def test_a_server_gives_the_rollouts_of_the_engine(served: tuple[Server, dict[An
     assert differences(client.ask(requests(other), other, 1, size), expected[1, 60]) == 12  # control
     assert differences(expected[0, 60], expected[1, 60]) > 9  # control
     assert not differences(client.ask(requests(SAMPLINGS[0]), SAMPLINGS[0], 1, 5), expected[1, 60])
+    cached = "prefix_cache_hits_total" if policy.name == "full" else "external_prefix_cache_hits_total"
+    before = server.metrics()[cached]
+    assert not differences(client.ask(requests(SAMPLINGS[0]), SAMPLINGS[0], 1, size), expected[1, 60])
+    copied = server.metrics()[cached] - before  # each prompt is prefilled once, except for its last token
+    assert copied == 2 * sum(len(prompt) - 1 for prompt in PROMPTS) or (policy.name == "full" and copied > 0)
+
+
+@pytest.mark.slow
+def test_a_server_with_one_entry_more_is_refused(served: tuple[Server, dict[Any, list[Rollout]]]) -> None:
+    """Control: with the check off, the traces are not those that the client's policy gives."""
+    (server, expected), policy = served, saved_policy(served[0].model)
+    if policy is None:
+        pytest.skip("a full cache has no budget")
+    fewer = make_policy({**policy.config.as_block(), "budget": 47})
+    options: dict[str, Any] = {"model": server.model, "servers": [server.url], "patience": 20}
+    with pytest.raises(UserError, match=r'has policy .*"budget": 48.* this run needs .*"budget": 47'):
+        make_engine("server", policy=fewer, **options)
+    weights = changed(load_model(server.model), 1)
+    with closing(make_engine("server", policy=policy, **options)) as engine:
+        engine.load_weights(weights.items())
+        assert not differences(engine.generate(PROMPTS, SAMPLINGS[0]), expected[1, 60])
+        engine.ours["policy"] = ""
+        unchecked = engine.generate(PROMPTS, SAMPLINGS[0])
+    here = make_engine("hf", model=server.model, policy=fewer)
+    here.load_weights(weights.items())
+    given = [r.prompt_ids for r in unchecked], [r.completion_ids for r in unchecked]
+    pairs = list(zip(unchecked, here.simulate(*given, temperature=0.9), strict=True))
+    evicted = [pair for pair in pairs if len(pair[0].trace) > 90]
+    assert len(evicted) > 4
+    assert not any(torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in evicted)

@@ -77,6 +77,31 @@ def test_rollouts_that_come_and_go_have_the_record_of_a_run() -> None:
     assert len({result["logprobs"] for result in results}) == len(results) > 5  # control
 
 
+def test_samples_of_one_prefill_have_the_experts_that_their_holder_took() -> None:
+    """Both, whichever is taken first. Control: a sample that was prefilled apart."""
+    pytest.importorskip("vllm")
+    from rollout.vllm.sampling import ServerRecord
+
+    record, experts = ServerRecord(), torch.randint(0, 4, (12, LAYERS, K)).short()
+    at_start = sizes(record)
+    for place, name in enumerate(("holder", "a", "b", "apart"), -1):
+        record.admit(name, place)
+        record.begin(name, "holder" if name in "ab" else "")
+    record.begin("another client's", "holder")
+    one = np.array([1, 1, 4])
+    record.route(["holder"], one[:1] * 0, one[:1] * 3, experts[:3])
+    names = ["a", "b", "apart"]
+    record.route(names, np.array([3, 3, 0]), one, experts[3:9])
+    record.draw(names, [0, 1, 2], [0, 0, 0], torch.randn(3, 2))
+    record.draw(["holder"], [-1], [0], torch.randn(1, 2))
+    (of_b,), (of_a, apart) = record.take({1: 5}), record.take({0: 5, 2: 5})
+    for result, rows in ((of_a, [0, 1, 2, 3]), (of_b, [0, 1, 2, 4]), (apart, [5, 6, 7, 8])):
+        routed = np.frombuffer(result["routed"] or b"", np.int16).reshape(5, LAYERS, K)
+        assert (routed[:-1] == experts[rows].numpy()).all() and (routed[-1] == -1).all()
+    record.forget([-1])
+    assert sizes(record) == at_start
+
+
 def test_other_clients_alone_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody takes rollouts meanwhile. Control: the record of a run keeps all."""
     pytest.importorskip("vllm")

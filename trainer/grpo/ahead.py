@@ -64,17 +64,15 @@ class Ahead:
         length = self.micro_batches
         return micro_batch % length == max(0, length - self.trainer.args.gradient_accumulation_steps)
 
-    def begin(self) -> None:
-        """Ask for the next generation, unless the training ends before it. The engine has the present weights."""
-        trainer, rows = self.trainer, self._next_rows()
-        if not rows:
-            return
+    def begin(self, rows: list[int]) -> None:
+        """Ask for the next generation, of these rows. The engine has the present weights."""
+        trainer = self.trainer
         texts = (trainer.train_dataset[row]["prompt"] for row in rows)
         prompts = [prompt_ids(text, trainer.processing_class, trainer.thinking) for text in texts]
         sampling = dataclasses.replace(trainer.sampling, seed=trainer.sampling_seed(trainer.generations + 1))
         self.coming = NextGeneration(prompts, trainer.state.global_step, trainer.engine.begin(prompts, sampling))
 
-    def _next_rows(self) -> list[int]:
+    def next_rows(self) -> list[int]:
         """Return the dataset's rows of this process in the next generation; [] if the training ends before it."""
         trainer, args = self.trainer, self.trainer.args
         sampler = trainer._get_train_sampler()

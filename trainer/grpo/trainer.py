@@ -409,9 +409,10 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     def _look_ahead(self) -> None:
         """Before the last update that precedes the next generation, give the engine the weights and ask for it."""
-        if self.ahead is not None and self.mode == "train" and self.ahead.due(self._step):
+        due = self.ahead is not None and self.mode == "train" and self.ahead.due(self._step)
+        if due and (rows := self.ahead.next_rows()):
             with self.refused_at_this_step(), self.weight_sync.ready():
-                self.ahead.begin()
+                self.ahead.begin(rows)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Train on a micro-batch, and return its loss, float32 []. With `rollout.ahead: 1`, rows that came early are
