@@ -111,7 +111,6 @@ class Group:
         return [logged_numbers(folder) for folder in self.folders]
 
     def logged(self, metric: str) -> list[pandas.Series]:
-        """Return the values of a metric by step, for each run that logged it."""
         key = metric_key(metric)
         return [log[key].dropna() for log in self.logs if key in log]
 

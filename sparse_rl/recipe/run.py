@@ -45,7 +45,6 @@ SHOWN = 3  # rows with unreadable golds in a message
 
 
 def command_of(kind: str) -> str:
-    """Return the command that runs recipes of a kind."""
     return kind if kind in ("eval", "perplexity", "budgets", "bench") else "train"
 
 
