@@ -51,7 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, content in _api_pages():
         files.append(File.generated(config, f"api/{name}.md", content=content))
     sys.path.insert(0, str(ROOT))
-    from sparse_rl.recipe.keys import keys_page, trl_page  # the module imports neither torch nor TRL
+    from docs.reference import keys_page, trl_page  # which needs the repository on the path
 
     files.append(File.generated(config, "recipes.md", content=keys_page()))
     files.append(File.generated(config, "trl_options.md", content=trl_page()))

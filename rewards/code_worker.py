@@ -187,7 +187,6 @@ class Watch:
             time.sleep(0.0005)
 
     def check(self) -> None:
-        """Raise Ended if a limit is reached."""
         now = time.monotonic()
         if now >= self.deadline:
             raise Ended("timeout")
@@ -229,7 +228,6 @@ def prelude() -> dict[str, Any]:
 
 
 def run_program(request: dict[str, Any]) -> None:
-    """Run the program of a request as its kind demands."""
     kind = request["kind"]
     module = ModuleType("__main__" if kind == "stdin" else PROGRAM)
     # As built-in names, those of the prelude are not taken for names that the program defines.

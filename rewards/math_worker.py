@@ -585,7 +585,6 @@ def exact(expression: Any) -> Any:
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """Return True if two bare answers are equal."""
     gold_word, response_word = word(gold), word(answer)
     if gold_word is not None:  # or the letter of a choice with its text
         letters = (bare(answer).lower(), choice(bare(answer))[0].lower())
@@ -604,7 +603,6 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def same_value(gold: str, response: str) -> bool:
-    """Return True if two normalised answers have the same value."""
     value, number = number_of(gold), number_of(response)
     if value is not None and number is not None:  # 0.333333 is 1/3
         return value == number or is_rounded(value, response) or is_rounded(number, gold)

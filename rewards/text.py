@@ -153,14 +153,12 @@ def require_whole(name: str, value: Any, least: int, most: int | None = None, li
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """Return `value`, or raise ValueError if it is not one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
     return value
 
 
 def require_seconds(name: str, value: Any) -> float:
-    """Return `value`, or raise ValueError if it is not a positive number of seconds."""
     if type(value) not in (int, float) or not 0 < value < float("inf"):
         raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
     return value

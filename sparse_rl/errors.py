@@ -79,18 +79,11 @@ def nearest(word: Any, valid: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
-def nearest_few(word: str, valid: Iterable[str], most: int = 4) -> str:
+def nearest_few(word: str, valid: Iterable[str]) -> str:
     """List the valid names most similar to `word`, nearest first, and count the rest."""
-    matcher = difflib.SequenceMatcher(b=one_line(word, 60))
-    names = sorted(one_line(name, 40) for name in valid)
-
-    def similarity(name: str) -> float:
-        matcher.set_seq1(name)
-        return matcher.ratio()
-
-    names.sort(key=similarity, reverse=True)
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    names = [one_line(name, 40) for name in valid]
+    few = difflib.get_close_matches(one_line(word, 60), names, n=4, cutoff=0.0)
+    return ", ".join(few) + (f" and {len(names) - len(few)} more" if len(names) > len(few) else "")
 
 
 def listed(valid: Iterable[str], word: Any = "") -> str:

@@ -63,7 +63,6 @@ SIZES = {
     "sparse_rl.lazy": "every lazy package imports it first",
     "sparse_rl.matching": "a public name of Attention Matching's folder",
     "sparse_rl.methods.press.config": "the settings of a method, read without torch",
-    "sparse_rl.recipe.resume": "imports rewards, which a trainer may not",
     "sparse_rl.methods.triattention.config": "the settings of a method, read without torch",
     "sparse_rl.commands.calibrate": "a command",
     "sparse_rl.source": "what a release changes",
@@ -71,7 +70,7 @@ SIZES = {
     "sparse_rl.temporary": "commands and launched processes share it, and nothing else",
 }
 # Modules of the recipe that build what a run needs, and are imported only when it is built.
-BUILDERS = ("sparse_rl.recipe.resume", "sparse_rl.recipe.sampling")
+BUILDERS = ("sparse_rl.recipe.sampling",)
 
 
 @cache

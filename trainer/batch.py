@@ -48,7 +48,6 @@ class Example:
 
     @property
     def split(self) -> SplitPrompt:
-        """The prompt, split after its context."""
         return SplitPrompt(self.prompt[: self.context], self.first, self.prompt[self.context :])
 
     @property

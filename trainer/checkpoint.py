@@ -364,7 +364,6 @@ def locked(output_dir: str) -> Iterator[None]:
 
 
 def refuse_running(output_dir: str) -> None:
-    """Raise UserError if a run is currently writing in output_dir."""
     if (Path(output_dir) / LOCK_FILE).is_file():
         _open_locked(Path(output_dir)).close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import httpx
 
 from sparse_rl.attention.families import family_only_hf
@@ -130,10 +130,12 @@ def model_card(
     hub_name : repository name on the Hub; None if the model is not pushed
     """
     base, kind = recipe["model"], recipe["kind"]
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    metadata["tags"] = ["sparse-rl", kind, *([] if policy is None else [policy.name])]
-    if base.count("/") == 1 and not Path(base).exists():
-        metadata["base_model"] = base
+    about = ModelCardData(
+        base_model=base if base.count("/") == 1 and not Path(base).exists() else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["sparse-rl", kind, *([] if policy is None else [policy.name])],
+    )
     cache = "none: a full cache" if policy is None else f"`{policy!r}`"
     if policy is not None and policy.schedule.peak is not None:
         cache += f", which holds at most {policy.schedule.peak} entries per kv head while tokens are generated"
@@ -147,8 +149,9 @@ def model_card(
     commands += [] if only_hf else [f"sparse-rl serve {local}  # vLLM's OpenAI server"]
     evaluation = evaluation_of((recipe["data"].get("synthetic") or {}).get("task"), local)
     commands += [f"sparse-rl eval {evaluation}  # accuracy"] if evaluation else []
-    return CARD.format(
-        metadata=yaml.safe_dump(metadata, sort_keys=False).strip(),
+    card = ModelCard.from_template(
+        about,
+        template_path=str(Path(__file__).with_name("card.md.j2")),
         name=Path(place).resolve().parent.name if hub_name is None else directory,
         install=how_to_install("" if only_hf else "vllm"),
         base=base,
@@ -160,43 +163,4 @@ def model_card(
         local=directory,
         recipe=yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True).strip(),
     )
-
-
-CARD = """---
-{metadata}
----
-
-# {name}
-
-A model trained by sparse-rl ({install}). Under its cache policy it is sampled as it was trained; with a full cache
-it is an ordinary model of its family.
-
-| | |
-|---|---|
-| Base model | `{base}` |
-| Training | {steps} steps of the recipe below, of kind `{kind}` |
-| Cache policy | {cache} |
-| Versions | {versions} |
-
-```bash
-{commands}
-```
-
-In Python, under its cache policy:
-
-```python
-from rollout import SamplingConfig, make_engine
-from sparse_rl.models.load import load_tokenizer
-
-tokenizer = load_tokenizer("{local}")
-engine = make_engine("hf", model="{local}")
-(rollout,) = engine.generate([tokenizer("What is 12 * 34?").input_ids], SamplingConfig(max_tokens=1024))
-print(tokenizer.decode(rollout.completion_ids))
-```
-
-## The recipe, every key written out
-
-````yaml
-{recipe}
-````
-"""
+    return card.content

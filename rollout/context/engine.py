@@ -66,6 +66,5 @@ class CompactingEngine(HFEngine):
         return traces
 
     def _contexts(self, prompts: Sequence[SplitPrompt]) -> Iterator[tuple[list[int], Context]]:
-        """Yield each compacted context with the indices of its prompts."""
         for item in compacted_contexts(self, Questions(prompts, self.about), [self.prompt_cache]):
             yield item.problems, item.context

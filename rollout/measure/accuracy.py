@@ -202,8 +202,34 @@ class ContextCosts:
     seconds: dict[str, float]
 
 
-@dataclass(frozen=True)
-class EvalRow:
+@dataclass(frozen=True, kw_only=True)
+class CacheRow:
+    """The fields of a row about its model and cache: what `totals` returns for its completions or pieces.
+
+    retention : cache length / sequence length at the end, mean over all of them
+    peak_entries : maximum number of entries that a kv head held in decoding
+    read_entries : maximum number of entries of a kv head that a query read in decoding
+    mean_peak_entries : peak of each kv head, averaged over heads, layers and completions
+    mean_entries : entries of a kv head when a decoding query attends, mean over queries, heads, layers and completions
+    tokens : number of decoded tokens
+    seconds : time that the engine took, with prefill, added up over the processes that took part
+    """
+
+    model: str
+    policy: str
+    parameters: dict[str, Any]
+    retention: float
+    peak_entries: int
+    read_entries: int
+    mean_peak_entries: float
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    mean_entries: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRow(CacheRow):
     """Results of one task under one cache policy, or after one compaction of its contexts.
 
     accuracy : pass@1 over `problems` problems with `samples` samples each; None if no problem could be scored
@@ -211,16 +237,10 @@ class EvalRow:
     pass_at_k, pass_at_k_error : k = 1, 2, 4, ... <= samples -> pass@k, and its standard error
     further_accuracy : accuracy by each of the further scores
     excluded : number of excluded problems, whose gold answer cannot be read
-    retention, retention_correct : cache length / sequence length at the end, mean over all completions, and over the
-        correct ones
+    retention_correct : `retention` over the correct completions
     length, truncated : mean number of tokens in a completion; share of completions that reached max_tokens
     forced : share of completions that got the text of a forced answer
-    peak_entries : maximum number of entries that a kv head held in decoding
     longest_prompt : number of tokens in the longest prompt, which is prefilled; of turns that are prefilled, too
-    read_entries : maximum number of entries of a kv head that a query read in decoding
-    mean_peak_entries : peak of each kv head, averaged over heads, layers and completions
-    mean_entries : entries of a kv head when a decoding query attends, mean over queries, heads, layers and completions
-    seconds : time that the engine took, added up over the processes that took part
     contexts : costs of the compacted contexts; None if the task was evaluated without them
     log_perplexity : mean negative log-likelihood per token, in nats at temperature 1, of the full cache's answers after
         the compacted contexts, averaged over the samples of a problem, then over problems (AM appendix F.2); None
@@ -229,10 +249,7 @@ class EvalRow:
     turns, tool_failures : mean numbers of turns, and of failed calls of tools, in a conversation; None without tools
     """
 
-    model: str
     task: str
-    policy: str
-    parameters: dict[str, Any]
     problems: int
     samples: int
     excluded: int
@@ -241,19 +258,11 @@ class EvalRow:
     further_accuracy: dict[str, Accuracy]
     pass_at_k: dict[int, float]
     pass_at_k_error: dict[int, float | None]
-    retention: float
     retention_correct: float | None
     length: float
     truncated: float
     forced: float
-    peak_entries: int
-    read_entries: int
-    mean_peak_entries: float
     longest_prompt: int
-    tokens: int
-    tokens_per_second: float
-    seconds: float
-    mean_entries: float | None = None
     contexts: ContextCosts | None = None
     log_perplexity: float | None = None
     log_perplexity_error: float | None = None

@@ -55,7 +55,6 @@ class Scored:
 
     @classmethod
     def joined(cls, parts: Sequence[Scored]) -> Scored:
-        """Return the tokens of all parts."""
         fields = ("seen", "ratio", "acceptance", "entries")
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 

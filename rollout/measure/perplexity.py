@@ -10,10 +10,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rollout.engine import Engine
-from rollout.measure.accuracy import entry_counts, label, mean_and_error, totals
+from rollout.measure.accuracy import CacheRow, entry_counts, label, mean_and_error, totals
 from rollout.measure.journal import Journal, Point, settings_of
 from rollout.sampling import NotFiniteLogprobError
 from sparse_rl.policies.base import Policy
@@ -22,40 +21,22 @@ from sparse_rl.progress import Stage
 LARGEST_NLL = 700.0  # largest nll whose exp fits into a float
 
 
-@dataclass(frozen=True)
-class PerplexityRow:
+@dataclass(frozen=True, kw_only=True)
+class PerplexityRow(CacheRow):
     """Perplexity of a text under one cache policy.
 
     prompt_tokens, completion_tokens : number of tokens in the prompt of each piece, and in the rest after it
     nll : negative log-likelihood in nats, mean over the tokens after the prompts
     standard_error : standard error of nll over pieces; None for fewer than two pieces
     perplexity : exp(nll); None if it does not fit into a float
-    retention : cache length / sequence length at the end, mean over all pieces
-    peak_entries : maximum number of entries that a kv head held in decoding
-    read_entries : maximum number of entries of a kv head that a query read in decoding
-    mean_peak_entries : peak of each kv head, averaged over heads, layers and pieces
-    mean_entries : entries of a kv head when a decoding query attends, mean over queries, heads, layers and pieces
-    tokens : number of tokens after the prompts
-    seconds : time in the engine, including prefill
     """
 
-    model: str
-    policy: str
-    parameters: dict[str, Any]
     pieces: int
     prompt_tokens: int
     completion_tokens: int
     nll: float
     standard_error: float | None
     perplexity: float | None
-    retention: float
-    peak_entries: int
-    read_entries: int
-    mean_peak_entries: float
-    tokens: int
-    tokens_per_second: float
-    seconds: float
-    mean_entries: float | None = None
 
 
 class TextPoint(Point):

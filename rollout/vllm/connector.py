@@ -144,7 +144,6 @@ class EvictionConnector(KVConnectorBase_V1):
         return 0, False
 
     def _kept(self, request: Any) -> Kept | None:
-        """Return the cache that a request goes on from, if any."""
         kept, owner = None, own_setting(request, "owner")
         whole = request.num_preemptions or request.skip_reading_prefix_cache
         if (named := own_setting(request, "kept")) is not None:

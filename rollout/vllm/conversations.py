@@ -83,7 +83,6 @@ class TurnRequest(Request):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings for the scheduler."""
         settings: dict[str, Any] = {}
         if self.policy.schedule.evicts and self.next is not None:
             settings["keep"] = self.next.name

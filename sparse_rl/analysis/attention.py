@@ -52,7 +52,6 @@ def plain(values: Tensor, digits: int = 6) -> list[Any]:
 
 
 def _array(values: Sequence[Any]) -> Any:
-    """Return nested lists of `plain` as a numpy array."""
     return torch.tensor([[float("nan") if v is None else v for v in row] for row in values]).numpy()
 
 

@@ -82,7 +82,6 @@ def shade(colour: str, weight: float) -> str:
 
 
 def policy_settings(fingerprint: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings of the policy in a fingerprint; empty if they are unknown."""
     try:
         block = json.loads(fingerprint.get("policy", "{}"))
     except (ValueError, RecursionError):  # a file from another program

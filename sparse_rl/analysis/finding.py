@@ -168,7 +168,6 @@ def _add_evaluation(result: Finding, rows: Sequence[Any]) -> None:
 
 
 def _place(model: Any) -> Path:
-    """Return the directory of a model, or of its run."""
     path = Path(str(model)).resolve()
     return path.parent if path.name == "model" else path
 

@@ -72,7 +72,6 @@ def visible(text: str) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text of at most `most` characters; an ellipsis stands for the rest."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

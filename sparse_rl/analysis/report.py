@@ -134,7 +134,6 @@ class ReportedRun:
 
 
 def _shared(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe without its seed and its folder."""
     return {key: value for key, value in recipe.items() if key not in ("seed", "output_dir")}
 
 
@@ -259,7 +258,6 @@ def gaps(runs: Sequence[ReportedRun], folder: Path) -> str:
 
 
 def logged(log: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """Return the values of a metric in the lines of a log that have it."""
     return [line[name] for line in log if line.get(name) is not None]
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from types import MappingProxyType
 from typing import Any
 
 import pandas
@@ -111,7 +110,6 @@ class Group:
         return [logged_numbers(folder) for folder in self.folders]
 
     def logged(self, metric: str) -> list[pandas.Series]:
-        """Return the values of a metric by step, for each run that logged it."""
         key = metric_key(metric)
         return [log[key].dropna() for log in self.logs if key in log]
 
@@ -456,10 +454,7 @@ Accuracies = tuple[Sequence[float], Sequence[float]]
 
 
 def plot_accuracy(
-    methods: Mapping[str, Accuracies],
-    out: str | Path,
-    title: str = "Accuracy",
-    method_of: Mapping[str, str | None] = MappingProxyType({}),
+    methods: Mapping[str, Accuracies], out: str | Path, title: str, method_of: Mapping[str, str | None]
 ) -> Path:
     """Draw two bars per method: its mean accuracy under the small cache and, in a paler colour, with a full cache.
 

@@ -93,7 +93,6 @@ def _of_columns(title: str, columns: Sequence[Column], **style: Any) -> Table:
 
 
 def _models(rows: Sequence[Any]) -> list[Column]:
-    """Return the column of models, if there are several."""
     several = len({row.model for row in rows}) > 1
     return [("model", [model_label(row.model) for row in rows])] if several else []
 

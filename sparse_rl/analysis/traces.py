@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -110,9 +109,7 @@ def opened_shares(opened: Tensor, wide: int, high: int) -> Tensor:
     return torch.stack(cells, dim=1) / (opened.shape[0] * opened.shape[1])
 
 
-def plot_opened(
-    traces: Sequence[EvictionTrace], out: str | Path, fingerprint: Mapping[str, str] = MappingProxyType({})
-) -> Path:
+def plot_opened(traces: Sequence[EvictionTrace], out: str | Path, fingerprint: Mapping[str, str]) -> Path:
     """Draw a map of the pages that each query opened, for the longest trace with an opened page."""
     traces = [trace.policy_part() for trace in traces]
     opening = [t for t in traces if bool((t.further["opened"][paged_layers(t.sections)] >= 0).any())]
@@ -257,14 +254,9 @@ def opened_words(numbers: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def plot_density(
-    traces: Sequence[EvictionTrace],
-    out: str | Path,
-    fingerprint: Mapping[str, str] = MappingProxyType({}),
-    bins: int = 50,
-) -> Path:
+def plot_density(traces: Sequence[EvictionTrace], out: str | Path, fingerprint: Mapping[str, str]) -> Path:
     """Draw the share of tokens held at the end against the relative position, a mean over traces."""
-    name, policy = policy_words(fingerprint)
+    (name, policy), bins = policy_words(fingerprint), 50
     figure, axes = new_figure(f"{policy}: tokens held at the end of {len(traces)} trace{'s' * (len(traces) > 1)}")
     centres = [(i + 0.5) / bins for i in range(bins)]
     mean = mean_density(traces, bins)

@@ -166,7 +166,6 @@ class CacheMap(LayerMap):
 
     @property
     def of_windows(self) -> WindowCache | None:
-        """The cache of the layers with a sliding window."""
         return next((part for part in self.parts if isinstance(part, WindowCache)), None)
 
     def begin_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:

@@ -38,7 +38,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_completion(top: argparse.ArgumentParser) -> None:
-    """Add the option --print-completion SHELL to a parser."""
     about = "print the completion script of a shell; for bash, eval it in ~/.bashrc"
     shtab.add_argument_to(top, "--print-completion", help=about)
 
@@ -46,7 +45,6 @@ def add_completion(top: argparse.ArgumentParser) -> None:
 def add_recipe(
     parser: argparse.ArgumentParser, about: str = "a YAML file or a name", *, optional: bool = False
 ) -> None:
-    """Add the arguments RECIPE [KEY=VALUE ...] to a parser."""
     number = "?" if optional else None
     recipe = parser.add_argument("recipe", metavar="RECIPE", nargs=number, help=about)
     recipe.complete = shtab.FILE  # type: ignore[attr-defined]  # read by shtab
@@ -89,7 +87,6 @@ def add_continuing(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Add the option --dry-run."""
     parser.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
 
 
@@ -119,7 +116,6 @@ def refuse_used(folder: Path, patterns: Iterable[str], key: str, overwrite: bool
 
 
 def positive(text: str) -> int:
-    """Parse a whole number >= 1."""
     if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"expected a whole number >= 1 (below 2^31), got {show(text)}")
     return int(text)

@@ -87,7 +87,6 @@ class Bench:
 
     @property
     def points(self) -> int:
-        """Number of things to time."""
         return len(self.policies) * len(self.recipe.batch) + len(self.recipe.timed_contexts())
 
     def findings(self) -> dict[str, str]:
@@ -226,7 +225,6 @@ class Bench:
 
 
 def _medians(runs: Sequence[Measured], batch: int, prompt: int) -> Row:
-    """Return the medians of one length's runs."""
     speeds = [batch * (run.length - prompt) / run.seconds for run in runs]
     decoding = [run for run in runs if run.decode_steps and run.decode_seconds]
     row: Row = {"tokens_per_second": median(speeds), "spread": spread(speeds), "speeds": speeds}
@@ -259,7 +257,6 @@ def attempted(work: Callable[[], list[Any]]) -> list[Any]:
 
 
 def processor() -> str:
-    """Return the number of cores and the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -151,7 +151,6 @@ class BudgetsMeasurement(Measurement):
 
     @staticmethod
     def table(result: Mapping[str, Any]) -> Table:
-        """Return a table of the heads with the largest and the smallest budgets."""
         from sparse_rl.analysis.tables import table
 
         layers = result.get("layers", range(len(result["shares"])))

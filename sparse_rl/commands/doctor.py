@@ -90,7 +90,6 @@ def environment() -> Iterator[tuple[str, str]]:
 
 
 def memory_table(recipe: Recipe, made: Plan) -> Table:
-    """Return the memory plan of one process as a table."""
     from sparse_rl.analysis.tables import table
     from sparse_rl.commands.memory import show
 

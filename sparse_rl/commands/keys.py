@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def known_topic(text: str) -> str:
-    """Parse the name of a topic, one of TOPICS."""
     if text not in TOPICS:
         raise argparse.ArgumentTypeError(f"unknown {text!r}{did_you_mean(text, TOPICS)}; one of {listed(TOPICS, text)}")
     return text
@@ -99,7 +98,6 @@ def heading(topic: str, place: int, section: KeySection) -> str:
 
 
 def entry(row: KeyRow) -> str:
-    """Format a key with its type, its default and its description."""
     default = {"": "", REQUIRED: " (required)"}.get(row.default, f" (default {row.default})")
     lines = [wrapped(f"{row.key}: {row.type}{default}", "    "), wrapped(row.words, "    ", "    ")]
     return "\n".join(lines if row.words else lines[:1])

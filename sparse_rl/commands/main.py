@@ -40,7 +40,6 @@ COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def make_parser() -> CommandParser:
-    """Return the parser of all commands and their options."""
     common = CommandParser(add_help=False)
     common.add_argument("--verbose", action="store_true", help="show the log output of the libraries, and tracebacks")
     top = CommandParser(
@@ -90,7 +89,6 @@ def _instead(word: str, options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parse(words)

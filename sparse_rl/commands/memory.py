@@ -105,7 +105,6 @@ class Plan:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory."""
         return sum(item.host for item in self.items)
 
 
@@ -250,7 +249,6 @@ class _Process:
             yield Item(f"sliding windows of {name}", (at_once or 1) * unit_bytes, when="sampling", note=note)
 
     def state_items(self, at_once: int) -> Iterator[Item]:
-        """Yield the item of the layers with a state, if any, of `at_once` sequences."""
         if any(self.states):
             recurrent, inputs = self.states
             recurrent_bytes = recurrent * (8 if self.exact else 4)
@@ -379,7 +377,6 @@ class _Training(_Process):
         return Item("teacher", held, note=recipe.dtype + ("" if whole else ", in shards"))
 
     def sampling_items(self, engine: list[Item]) -> list[Item]:
-        """Return the items of the engine, and of the engine's cache."""
         recipe, items, (policy,) = self.recipe, list(engine), self.policies
         if self.server:
             return items
@@ -397,7 +394,6 @@ class _Training(_Process):
         ]
 
     def trace_items(self) -> list[Item]:
-        """Return the items of the traces that training replays."""
         recipe, items, sequences = self.recipe, list[Item](), self.recipe.sequences()
         (policy,), (layers, kv_heads, _), contexts = self.policies, self.shape, self.recipe.prompt_caches()
         if (policy.schedule.evicts or contexts) and not (

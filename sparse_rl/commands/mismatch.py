@@ -28,7 +28,6 @@ ROUNDS = 4  # maximum number of proposed budgets that are measured
 
 
 def budget_list(text: str) -> list[int]:
-    """Parse whole numbers >= 1, separated by commas."""
     return sorted({positive(item) for item in text.split(",")})
 
 
@@ -84,7 +83,6 @@ def with_budgets(policies: Sequence[Policy], budgets: Sequence[int] | None) -> l
 
 
 def measure(run: Run, policy: Policy, prompts: list[list[int]], settings: Any) -> Scored:
-    """Sample the prompts under a policy, and score the samples."""
     from rollout.measure.accuracy import label, sample_in_parts
     from rollout.measure.mismatch import Scored, score
     from sparse_rl.recipe import sampling

@@ -308,7 +308,6 @@ FIGURES: dict[str, Figure] = {
 
 
 def compute(name: str, sources: Sequence[Recording], choice: Choice) -> Numbers:
-    """Return the numbers of the figure with this name."""
     numbers: Numbers = getattr(import_module("sparse_rl.commands.figures"), name)(sources, choice)
     return numbers
 

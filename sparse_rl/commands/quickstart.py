@@ -233,7 +233,6 @@ def draw(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
 
 
 def show(rows: Sequence[dict[str, Any]], gaps: Mapping[str, float]) -> None:
-    """Print the table of the results, and its summary."""
     from sparse_rl.analysis.tables import table
 
     seeds = sorted({row["seed"] for row in rows})

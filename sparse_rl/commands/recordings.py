@@ -90,7 +90,6 @@ class Recording:
 
     @cached_property
     def directory(self) -> str:
-        """The model's directory or hub name."""
         name = self.model_name or self.origin.model
         if self.model_name is None and Path(name).is_absolute() and not Path(name).is_dir():
             raise UserError(f"{name}, the model that sampled {self.path}, does not exist; name the model", "--model")

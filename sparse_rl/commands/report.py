@@ -96,7 +96,6 @@ def _is_figure(file: Path) -> bool:
 
 
 def write(results: Results, out: Path, subject: str, completions: int = SHOWN) -> str:
-    """Write the report to `out`, and return its text."""
     from sparse_rl.analysis.report import page
 
     with tempfile.TemporaryDirectory(dir=temporary_folder()) as pictures:
@@ -310,7 +309,6 @@ def samples(results: Results, count: int) -> str:
 
 
 def policy_sentence(fingerprint: Mapping[str, str]) -> str:
-    """Return the model and the cache of rollouts in words."""
     from sparse_rl.analysis.drawing import policy_settings, subject
 
     settings = {key: value for key, value in policy_settings(fingerprint).items() if key not in ("policy", "budget")}
@@ -321,7 +319,6 @@ def policy_sentence(fingerprint: Mapping[str, str]) -> str:
 
 
 def timing(results: Results, folder: Path) -> str:
-    """Return the tables and pictures of `sparse-rl bench`."""
     from sparse_rl.analysis.report import from_terminal, html
     from sparse_rl.analysis.timing import plot_timing, timing_tables
 

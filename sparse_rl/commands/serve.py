@@ -94,7 +94,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def names(text: str) -> list[str]:
-    """Parse names that are separated by commas."""
     return [name.strip() for name in text.split(",")]
 
 

@@ -85,7 +85,6 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 
 def _lines(origin: Origin, model: str, dtype: str, gaps: dict[str, Gap]) -> list[str]:
-    """Return lines that describe sampler, caches and replaying model, and the gap of each file."""
     sampling = origin.sampling
     truncation = [
         f"{name} {getattr(sampling, name):g}" for name in ("top_p", "top_k", "min_p") if getattr(sampling, name)

@@ -188,7 +188,3 @@ def visible_mask(evict_at: Tensor) -> Tensor:
     mask.logical_and_(position[:, None] >= position)
     mask.diagonal(dim1=-2, dim2=-1).fill_(True)
     return mask
-
-
-def mask_bytes(sequences: int, kv_heads: int, length: int, layers: int = 1) -> int:
-    return sequences * layers * kv_heads * length * length

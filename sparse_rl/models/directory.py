@@ -38,13 +38,8 @@ def model_directory(name: str) -> str:
         return name
     if (path / RUN_MODEL / CONFIG_FILE).is_file():
         return str(path / RUN_MODEL)
-    shipped = _shipped_model(name)
-    return name if path.exists() or shipped is None else str(shipped)
-
-
-def _shipped_model(name: str) -> Path | None:
-    folder = SOURCES / "recipes" / name
-    return folder if (folder / CONFIG_FILE).is_file() else None
+    shipped = SOURCES / "recipes" / name
+    return str(shipped) if not path.exists() and (shipped / CONFIG_FILE).is_file() else name
 
 
 def file_states(directory: str | Path) -> list[tuple[str, int, int]]:

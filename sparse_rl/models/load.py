@@ -329,7 +329,6 @@ def load_weights(model: Any, directory: str | Path) -> Any:
 
 
 def base_of(model: Any) -> Any:
-    """Return the transformers model without PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

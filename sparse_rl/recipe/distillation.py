@@ -127,7 +127,6 @@ class TaughtRecipe(ReplayedRecipe):
         raise NotImplementedError
 
     def _taught_options(self, held_out: Any) -> dict[str, Any]:
-        """Return the options that DistillArguments and KVpopArguments share."""
         options = self.training_arguments()
         if held_out is not None:
             assert self.validation is not None

@@ -29,6 +29,7 @@ from rollout.context.config import PromptCacheConfig, TrainedPromptCache
 from sparse_rl.config import Configuration, PathText, PositiveInt, Seed, Text, as_mapping, dotted, flat, show
 from sparse_rl.data.config import DataConfig
 from sparse_rl.errors import UserError
+from sparse_rl.files import fingerprint
 from sparse_rl.methods.config import FullConfig, PolicyConfig, TriAttentionConfig
 from sparse_rl.progress import say, stage, warn
 from sparse_rl.recipe.yaml_text import dump_yaml, parse_yaml
@@ -45,7 +46,6 @@ SHOWN = 3  # rows with unreadable golds in a message
 
 
 def command_of(kind: str) -> str:
-    """Return the command that runs recipes of a kind."""
     return kind if kind in ("eval", "perplexity", "budgets", "bench") else "train"
 
 
@@ -116,16 +116,26 @@ class Run(Generic[R]):
 
     def inputs(self) -> dict[str, str]:
         """Return the fingerprints, by name, of all rows and files that a training run reads; computed once."""
-        from sparse_rl.recipe.resume import input_fingerprints
+        from rewards import REWARDS
+        from rewards.own import source_files
+        from sparse_rl.models.weights import file_fingerprints
+        from trainer.checkpoint import rows_fingerprint
         from trainer.launch import once
 
         recipe: Any = self.recipe
-        arguments = (
-            {"data": self.rows, "validation.data": self.held_out},
-            recipe.input_files(),
-            recipe.own_code(),
-        )
-        return once(f"inputs of {recipe.output_dir}", lambda: input_fingerprints(*arguments))
+
+        def read() -> dict[str, str]:
+            datasets = {"data": self.rows, "validation.data": self.held_out}
+            inputs = {f"rows of {key}": rows_fingerprint(rows) for key, rows in datasets.items() if rows is not None}
+            for key, (place, weights) in recipe.input_files().items():
+                if place is not None:
+                    digests = file_fingerprints(place, weights)
+                    inputs |= {f"{key}/{name}": value for name, value in digests.items()}
+            for own in {spec if isinstance(spec, str) else spec["name"] for spec in recipe.own_code()} - {*REWARDS}:
+                inputs |= {f"module {name} of {own}": fingerprint(file) for name, file in source_files(own).items()}
+            return inputs
+
+        return once(f"inputs of {recipe.output_dir}", read)
 
 
 @dataclass(frozen=True, kw_only=True)

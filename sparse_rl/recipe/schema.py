@@ -39,7 +39,6 @@ class Key:
 
     @property
     def required(self) -> bool:
-        """True if a recipe must give the key."""
         return self.default is dataclasses.MISSING
 
 
@@ -123,7 +122,6 @@ class SchemaWriter:
         }
 
     def property(self, key: Key) -> Schema:
-        """Return the schema of a key: its type, default and description."""
         words = ": ".join(filter(None, [describe(key.hint), key.words]))
         schema = {"description": words, **self.type(key.hint)}
         if not key.required and not dataclasses.is_dataclass(key.default):

@@ -23,7 +23,6 @@ from sparse_rl.commands.bench import load_bench, timing_of
 from sparse_rl.commands.bench_runs import prepare_benches, spread
 from sparse_rl.commands.main import main
 from sparse_rl.errors import UserError
-from sparse_rl.kernels.masked import mask_bytes
 from sparse_rl.policies import make_policy
 from sparse_rl.policies.cache import cache_bytes
 from sparse_rl.recipe import BenchRecipe, load_recipe, make_recipe
@@ -183,7 +182,6 @@ def test_memory_is_that_of_the_papers_appendix():
         sizes.append(cache_bytes(batch * schedule.most_held(128, length - 1), *shape, 2))
     assert [round(size / 2**30, 2) for size in sizes] == [4.38, 7.88, 14.88]
     assert [round(100 * (1 - size / full), 1) for size in sizes] == [96.1, 93.0, 86.7]
-    assert mask_bytes(batch, 4, length, 28) == 128 * 28 * 4 * 16_384**2
     assert trace_bytes(28, 4, length, batch) == 4 * 128 * 28 * 4 * 16_384
 
 

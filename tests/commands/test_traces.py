@@ -102,7 +102,7 @@ def test_a_cell_of_the_map_is_the_maximum_share_of_its_pages(wide, high):
 def test_the_map_has_each_opened_page_where_its_tokens_are(monkeypatch, traces, finest, lanes):
     monkeypatch.setattr("sparse_rl.analysis.traces.FINEST_MAP", finest)
     monkeypatch.setattr("sparse_rl.analysis.traces.save_figure", lambda figure, out: figure)
-    figure: Any = plot_opened(traces, "unused")
+    figure: Any = plot_opened(traces, "unused", {})
     (mesh,), (line,), longest = figure.axes[0].collections, figure.axes[0].lines, max(traces, key=len)
     corners, cells = mesh.get_coordinates(), mesh.get_array()
     assert max(cells.shape) <= finest

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from docs.reference import keys_page
 from sparse_rl.config import flat, flat_fields, own_fields, yaml_fields
 from sparse_rl.errors import UserError
 from sparse_rl.methods.config import CONFIGS as POLICIES
 from sparse_rl.methods.kvpop.config import SCORER_CONFIGS as SCORERS
 from sparse_rl.recipe import KINDS, GRPORecipe, make_recipe
-from sparse_rl.recipe.keys import keys_page, list_sections, read_docstring
+from sparse_rl.recipe.keys import list_sections, read_docstring
 from trainer.config import SparseGRPOConfig
 
 GRPO = {

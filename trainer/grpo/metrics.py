@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rollout.engine import Rollout
 from rollout.measure.mismatch import percentile
+from rollout.measure.timing import now
 from rollout.recorded import RecordedRollouts
 from sparse_rl.attention.families import policy_shape
 from sparse_rl.errors import NotFiniteError, StoppedError
@@ -81,13 +81,6 @@ class StepClock:
         start, seconds, before = self.start, self.seconds.copy(), now()
         yield
         self.start, self.seconds = start + now() - before, seconds
-
-
-def now() -> float:
-    """Wait until the GPU has finished its queued work, and return the time in seconds."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 class Tolerance(NamedTuple):

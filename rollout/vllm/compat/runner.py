@@ -35,7 +35,6 @@ class Row(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any] | None:
-        """Our settings of the request, if it has any."""
         return (self.parameters.extra_args or {}).get(KEY)
 
 
@@ -48,7 +47,6 @@ class Runner:
         runner.sampler = self.sampler()
 
     def sampler(self) -> Any:
-        """Return our sampler, made from vLLM's."""
         return CheckedSampler(self)
 
     @property
