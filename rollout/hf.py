@@ -363,7 +363,6 @@ class HFEngine:
             for i, row in enumerate(rows):
                 if row.finish_reason is not None or row.unread:
                     continue
-                # `logprobs` is not checked: it is -inf if truncation cuts a forced token off
                 if not math.isfinite(model_logprobs[i]):
                     dtype = str(logits.dtype).removeprefix("torch.")
                     raise NotFiniteLogprobError(*divmod(row.request.place, sampling.n), len(row.tokens), dtype)

@@ -189,7 +189,7 @@ def sample(
 
     logits : [B, V]
     uniform : float64 [B], one uniform number per row; None means that each row takes its most likely token
-    forced : int64 [B]; a value other than -1 replaces the sampled token
+    forced : int64 [B]; a value other than -1 replaces the sampled token, whose log-prob is then that before truncation
 
     Returns the tokens int64 [B], their log-probs float32 [B] under the sampling distribution, and their log-probs
     float32 [B] before min-p, top-k and top-p; if `sampling.records_support` and tokens are drawn, also the supports of
@@ -221,6 +221,7 @@ def drawn(
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
     if forced is not None:
         tokens = torch.where(forced < 0, tokens, forced)
+        processed = torch.where(forced[:, None] < 0, processed, logprobs)
     results = tokens, *(values.gather(-1, tokens[:, None])[:, 0] for values in (processed, logprobs))
     if not record:
         return results

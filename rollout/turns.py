@@ -113,12 +113,15 @@ def turn_lengths(policy: Policy, prompt: int, completion: int) -> tuple[int, int
     return reads, whole - reads
 
 
-def check_environments(environments: Any, rows: Any, key: str) -> None:
-    """Raise UserError if the column `environment` of a dataset has a name that a mapping of environments lacks."""
+def check_beginnings(environments: Any, rows: Any, key: str) -> None:
+    """Raise UserError if conversations with tools cannot begin with the rows of a dataset: if the column `environment`
+    has a name that a mapping of environments lacks, or if prompts are text."""
     if isinstance(environments, Mapping):
         named = set(rows["environment"]) if "environment" in rows.column_names else {None}
         if wrong := sorted(map(repr, named - environments.keys())):
             raise UserError(f"a row has environment {wrong[0]}, not one of {', '.join(environments)}", key)
+    if isinstance(rows[0]["prompt"], str):
+        raise UserError("with tools, prompts must be chat messages, but they are text", key)
 
 
 # ---- tools -----------------------------------------------------------------------------------------------------------

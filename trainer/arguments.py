@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +30,16 @@ T = TypeVar("T")
 
 @contextmanager
 def without_vllm() -> Iterator[None]:
-    """Import TRL's GRPOTrainer without vLLM, which would take ten seconds and is needed only if TRL itself samples."""
-    installed = import_utils.is_vllm_available
-    import_utils.is_vllm_available = lambda min_version=None: False
+    """Import TRL's GRPOTrainer without vLLM, which would take ten seconds. TRL imports it when it first asks for it."""
+    installed, absent = import_utils.is_vllm_available, lambda min_version=None: False
+    import_utils.is_vllm_available = absent
     try:
         yield
     finally:
         import_utils.is_vllm_available = installed
+    for module in map(sys.modules.get, ("trl.generation.vllm_client", "trl.generation.vllm_generation")):
+        if module and module.is_vllm_available is absent:
+            vars(module)["is_vllm_available"] = lambda again=module: importlib.reload(again).is_vllm_available()
 
 
 @contextmanager

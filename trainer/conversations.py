@@ -22,11 +22,8 @@ from rollout.engine import Engine
 from rollout.sampling import NotFiniteLogprobError
 from rollout.turns import Conversation, ToolLoop, sample_turns
 from sparse_rl.errors import UserError, reason
-from trainer.arguments import without_vllm
+from trainer.grpo.trainer import GRPOTrainer
 from trainer.grpo.turns import parsing_template
-
-with without_vllm():
-    from trl import GRPOTrainer
 
 
 @dataclass

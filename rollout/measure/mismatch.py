@@ -2,14 +2,14 @@
 
 Of each sampled token:
 
-    ratio       p_dense(token) / p_sparse(token), where p_sparse is the sampler's own probability
-    acceptance  sum over the vocabulary of min(p_dense, p_sparse), the mean of min(ratio, 1) over all possible draws
+    ratio       p_full(token) / p_small(token), where p_small is the sampler's own probability
+    acceptance  sum over the vocabulary of min(p_full, p_small), the mean of min(ratio, 1) over all possible draws
 
 Both distributions are those at the sampling temperature, before top-p, top-k and min-p. Sparrow (arXiv 2606.08446,
-section 3.1, equation 2) found that a dense policy is trained stably from sparse rollouts while the 5th percentile of
-the acceptance stays at 0.86 or above at every length (its takeaway 1: between 0.85 and 0.90). Sparrow sums over the 20
-most likely tokens, here all are summed. Its caches select entries anew at every step. Under eviction, what a small
-budget dropped early stays dropped when the budget has grown, so a proposed budget must be measured itself.
+section 3.1, equation 2) found that a model for a full cache is trained stably from sparse rollouts while the 5th
+percentile of the acceptance stays at 0.86 or above at every length (its takeaway 1: between 0.85 and 0.90). It sums
+over the 20 most likely tokens, here all are summed. Its caches select entries anew at every step. Under eviction, what
+a small budget dropped early stays dropped when the budget has grown, so a proposed budget must be measured itself.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ import platform
 import shlex
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -109,10 +111,16 @@ def fit(recipe: Recipe, config: Any, gpu: float | None = None) -> tuple[Table, l
 
     from sparse_rl.attention.families import is_text_part
     from sparse_rl.commands.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
+    from sparse_rl.models.hub import UnavailableError, check_available
+    from sparse_rl.models.load import load_tokenizer
     from trainer.config import LaunchConfig
     from trainer.launch import crowded
 
     run = recipe.resolve(config, cuda=None if gpu is None else True)
+    if getattr(recipe, "uses_tools", False):
+        with suppress(UnavailableError):  # the plan then leaves out the schemas of tools
+            check_available(recipe.model)
+            run = replace(run, tokenizer=load_tokenizer(recipe.model))
     device, host = (device_memory(), host_memory()) if gpu is None else (int(gpu * 1e9), None)
     made = plan(run, device)
     launch = recipe.launch if isinstance(recipe, TrainRecipe) else LaunchConfig()

@@ -153,6 +153,7 @@ class _Process:
         self.vllm = rollout is not None and rollout.engine == "vllm"
         self.server = rollout is not None and rollout.engine == "server"
         self.turns = bool(getattr(self.recipe, "tools", None) or getattr(self.recipe, "environment", None))
+        self.schemas = self.recipe.schema_tokens(run.tokenizer) if self.turns and run.tokenizer is not None else 0
         self.keeps = self.turns and self.policies[0].config.turns == "kept"
 
     def engine_items(self) -> list[Item]:
@@ -179,7 +180,7 @@ class _Process:
             source += "" if pool else " leaves no room for a cache, so vLLM will not start"
         arguments = recipe.engine_arguments()
         if self.turns and (longest := recipe.longest_prompt()) is not None:
-            lengths = turn_lengths(self.policies[0], longest, recipe.sampling().max_tokens)
+            lengths = turn_lengths(self.policies[0], longest + self.schemas, recipe.sampling().max_tokens)
             arguments = rollout.arguments(recipe.dtype, *lengths)
         need = max(pool_bytes(policy, arguments, self.config, self.cuda) for policy in self.policies)
         if need < pool:
@@ -292,7 +293,7 @@ class _Evaluation(_Process):
             return Plan(self.parameters, engine)
         weights = [Item("weights", self.weights, note=recipe.dtype)]
         prompts = [prompt_tokens(data) for data in recipe.prompt_sources().values()] or recipe.prompt_bounds()
-        prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts)
+        prompt = max(tokens or ASSUMED_PROMPT for tokens in prompts) + self.schemas
         at_once = min(recipe.rollout.max_batch, recipe.sequences() or recipe.rollout.max_batch)
         if recipe.prompt_caches():
             return Plan(self.parameters, weights + self.context_items(prompt, at_once))
@@ -309,7 +310,7 @@ class _Training(_Process):
         recipe: Any = self.recipe
         engine = self.engine_items()
         launch, adapters = recipe.launch, recipe.lora is not None
-        self.prompt = prompt_tokens(recipe.data)
+        self.prompt = prompt_tokens(recipe.data) + self.schemas
         self.length = recipe.longest_row(self.prompt) or ASSUMED_LENGTH
         parameters = self.parameters
         trainable = lora_parameters(self.skeleton, recipe.lora) if adapters else parameters

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rollout.measure.mismatch import Bin, Scored
     from sparse_rl.policies.base import Policy
 
-ABOUT = "Compare a cache's samples with the dense model by length, and propose a budget that grows."
+ABOUT = "Compare a cache's samples with a full cache by length, and propose a budget that grows."
 ROUNDS = 4  # maximum number of proposed budgets that are measured
 
 
@@ -110,7 +110,7 @@ def show(rows: Sequence[tuple[Policy, Scored, Sequence[Bin | None]]]) -> None:
          f"{one.ratio_rare:.2%}", f"{one.acceptance_p5:.4f}", f"{one.acceptance_mean:.4f}", f"{one.entries:.1f}"]
         for policy, _, statistics in rows for one in statistics if one is not None
     ]  # fmt: skip
-    print_table(table("dense / sparse probability of the sampled tokens", headings, cells))
+    print_table(table("probability of the sampled tokens: full / small cache", headings, cells))
     for policy, scored, _ in rows:
         print(f"{label(policy)}: {scored.entries.mean():.1f} entries on average")
 

@@ -103,10 +103,10 @@ class Run(Generic[R]):
                 rows = read_recorded(data, self, where)
             else:
                 rows = read_rows(data, self.tokenizer, columns, where, room if sampled else None)
-            if isinstance(recipe, ToolsRecipe) and isinstance(recipe.environment, dict):
-                from rollout.turns import check_environments
+            if isinstance(recipe, ToolsRecipe) and recipe.uses_tools:
+                from rollout.turns import check_beginnings
 
-                check_environments(recipe.environment, rows, where)
+                check_beginnings(recipe.environment, rows, where)
             once(f"golds of {where}", lambda: check_golds(rewards[0], rows, where))
             return rows
 
@@ -533,6 +533,15 @@ class ToolsRecipe(Recipe):
 
             check_tools(tools, factory, tokenizer, rewards, ("tools", "environment"))
         return {"tools": tools, "environment_factory": factory}
+
+    def schema_tokens(self, tokenizer: Any) -> int:
+        """Return the number of tokens that the schemas of tools add to a prompt, at most."""
+        from trainer.grpo.turns import parsing_template, schema_tokens, tools_of
+
+        tools, factory = self.given_tools(tokenizer, 1).values()
+        factories = list(factory.values()) if isinstance(factory, dict) else [factory]
+        lists = [[*tools, *tools_of(one)] for one in factories]
+        return schema_tokens(tokenizer, lists, chat_template=parsing_template(tokenizer, "tools"))
 
 
 # ---- recipes that train ------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 are really allocated (`Peak` measures them), and check the plan, the list of all parts of a recipe's memory.
 """
 
+import re
+import shutil
+
 import pytest
 import torch
 from peaks import Peak, kept_for_backward
@@ -15,6 +18,7 @@ from rollout.sampling import sample
 from rollout.vllm.memory import beside_cache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.commands import memory
+from sparse_rl.commands.doctor import fit
 from sparse_rl.commands.memory import Item, Plan, show, verdict, verdicts
 from sparse_rl.data.config import DataConfig, SyntheticConfig
 from sparse_rl.data.problems import load_data
@@ -26,11 +30,13 @@ from sparse_rl.kernels.masked import visible_mask
 from sparse_rl.matching import match
 from sparse_rl.methods.kvpop.dms import CHUNK, GatedView
 from sparse_rl.methods.kvpop.scorers import make_scorer
+from sparse_rl.models.directory import model_directory
 from sparse_rl.models.weights import meta_model
 from sparse_rl.policies import Entries, make_policy
 from sparse_rl.policies.cache import GROW, cache_bytes, query_bytes, state_bytes
 from sparse_rl.policies.rules import redundancy
-from sparse_rl.recipe import make_recipe
+from sparse_rl.recipe import load_recipe, make_recipe
+from sparse_rl.recipe.sampling import prompt_tokens, tool_use
 from sparse_rl.trace import EvictionTrace
 from sparse_rl.trace.record import trace_bytes
 from trainer.config import LaunchConfig, LoraConfig
@@ -287,6 +293,22 @@ def test_a_plan_counts_conversations_that_are_kept_between_turns():
     assert unit_bytes <= items("hf", turns="kept")["kept conversations"].device / (2 * count) < 1.5 * unit_bytes
     pools = [plan["vllm: KV pool"].device for plan in (without, kept, prefilled)]
     assert pools == sorted(set(pools))
+
+
+def test_a_plan_counts_the_schemas_of_tools(tmp_path):
+    """As many tokens as the prompts of the first turns have more than the same messages alone. Control: a plan without
+    the tokenizer, which `doctor` loads."""
+    folder = shutil.copytree(model_directory("turns/model"), tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    template.write_text("{%- if tools -%}<u>{{ tools | tojson }}<eos>{%- endif -%}" + template.read_text())
+    words = [f"model={folder}", "cache.turns=prefilled", "data.synthetic.size=64"]
+    recipe = load_recipe("turns/grpo", words)
+    run = recipe.prepare_training()
+    talks, prompts = tool_use(run, run.recipe.data, run.rows), prompt_tokens(run.rows, run.tokenizer, run.recipe.data)
+    more = {len(long) - len(short) for long, short in zip(talks.prompts(), prompts, strict=True)}
+    notes = [item.note for item in plan(recipe, run.config).items], fit(recipe, run.config)[0].columns[-1].cells
+    without, counted = (int(re.search(r"(\d+) entries", " ".join(some))[1]) for some in notes)
+    assert {counted - without} == more != {0}
 
 
 def test_counted_bytes_of_the_last_queries_equal_the_allocated_bytes(new_model):

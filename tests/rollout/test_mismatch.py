@@ -44,7 +44,7 @@ def test_ratios_are_those_of_the_dense_model(name: str, temperature: float) -> N
 
 
 def test_acceptance_is_the_mean_of_the_ratio_cut_at_1() -> None:
-    """Over many samples of one token: E[min(ratio, 1)] = sum of min(p_dense, p_sparse). The ratio itself has mean 1."""
+    """Over many samples of one token: E[min(ratio, 1)] = sum of min(p_full, p_small). The ratio itself has mean 1."""
     model, (prompt,) = model_of("quickstart"), prompts_of("quickstart", (60,))
     policy = policy_of("streaming", budget=12, sinks=1, period=4)
     rollouts = make_engine("hf", model=model, policy=policy).generate([prompt] * 600, SamplingConfig(2, seed=3))

@@ -15,11 +15,15 @@ from policy_cases import SAMPLED
 from tiny import TRAINED, model_of, policy_of, prompts_of
 
 from rollout import Rollout, SamplingConfig, make_engine
+from rollout.config import Origin
+from rollout.files import RolloutFiles, written_rollouts
 from rollout.sampling import sample
+from rollout.verify import verify
 from sparse_rl.attention.interface import NO_MASK, adopt
 from sparse_rl.attention.logprobs import replay_logprobs
 from sparse_rl.attention.views import make_view
 from sparse_rl.trace import EvictionTrace, Supports, TraceError, batch_traces, load_traces, pack_traces, save_traces
+from sparse_rl.trace.sections import SUPPORT
 from sparse_rl.trace.support import HELD, SupportRecord, packed
 
 CUTS = [{"top_p": 0.9}, {"top_p": 0.95}, {"top_k": 5}, {"top_k": 5, "top_p": 0.95}, {"min_p": 0.05}]
@@ -97,8 +101,9 @@ def test_nothing_is_recorded_unless_tokens_are_drawn_from_fewer():
     assert not any(r.trace.further for r in engine.simulate(prompts, [r.completion_ids for r in rollouts]))
 
 
-def test_a_forced_token_has_no_support():
-    """Its log-prob is that over the whole vocabulary. The others are sampled from their supports."""
+def test_a_forced_token_has_no_support(tmp_path):
+    """Its log-prob is that over the whole vocabulary. The others are sampled from their supports. Files of both are
+    right. Controls: a drawn token without its support, and one from outside its support."""
     engine = make_engine("hf", model=model_of("qwen3"), policy=policy_of("gkv", budget=20, window=4, period=8))
     settings = {"top_k": 3, "forced": (5, 6, 7), "forced_from": 4}
     sampling = SamplingConfig(10, seed=0, ignore_eos=True, record_support=True, **settings)
@@ -112,6 +117,23 @@ def test_a_forced_token_has_no_support():
             (whole, kept) = replay_logprobs(model_of("qwen3"), [r], truncated=True)[0].T
         assert torch.equal(whole[4:7], kept[4:7])
         assert bool((whole < kept)[[*range(4), *range(7, 10)]].all())
+        assert r.logprobs[4:7] == r.model_logprobs[4:7]
+    settings = {"vocabulary": V, "dtype": "float32", "exact": True, "evicts": True, "made_by": {"policy": "gkv"}}
+    origin = Origin(model="qwen3", engine="hf", sampling=sampling, **settings)
+
+    def beyond(*some: Rollout) -> int:
+        with written_rollouts(tmp_path, origin) as add:
+            add(some, [{}] * len(some))
+        return sum(gap.beyond for _, gap in verify(model_of("qwen3"), RolloutFiles(tmp_path, origin), 1e-5))
+
+    assert beyond(*rollouts) == 0
+    sizes, ids, bits = (rollouts[0].trace.further[name] for name in SUPPORT)
+    sizes = sizes.index_fill(0, torch.tensor(len(sizes) - 1), 0)
+    bare = rollouts[0].trace.beside(dict(zip(SUPPORT, (sizes, ids, bits[:-1]), strict=True)))
+    assert beyond(replace(rollouts[0], trace=bare)) == 1
+    outside = min({*range(V)} - {*supports_of(rollouts[0], V)[0]})
+    with pytest.raises(TraceError, match="1 sampled tokens are not in the supports that they were drawn from"):
+        replace(rollouts[0], completion_ids=[outside, *rollouts[0].completion_ids[1:]])
 
 
 def test_supports_of_a_batch_are_those_of_its_rows():

@@ -295,7 +295,8 @@ def test_an_environment_that_cannot_be_reset_is_one_line(tmp_path):
 
 
 def test_a_wrong_name_of_an_environment_is_refused_before_the_first_step(tmp_path):
-    rows = LookUps().rows("train", 8, 0)
+    texts = LookUps().rows("train", 8, 0)
+    rows = [{**row, "prompt": asked(row["prompt"])} for row in texts]
     named = [{**row, "environment": name} for row, name in zip(rows, "aabbaabb", strict=True)]
     wrong, files = [{**named[0], "environment": "c"}, *named[1:]], {}
     for name, lines in (("named", named), ("wrong", wrong), ("none", rows)):
@@ -313,6 +314,8 @@ def test_a_wrong_name_of_an_environment_is_refused_before_the_first_step(tmp_pat
             with pytest.raises(UserError, match=says.replace("data", key, 1)):
                 made(tmp_path / "run", "kept", environment_factory={"a": LookUpTable, "b": LookUpTable}, **given)
     assert make_recipe({**two, "data": {"path": str(files["named"])}}).prepare_training()  # control
+    with pytest.raises(UserError, match="train_dataset: with tools, prompts must be chat messages"):
+        made(tmp_path / "run", "kept", train_dataset=Dataset.from_list(texts))
 
 
 RECIPE = load_recipe("turns/grpo", [f"model={MODEL}"]).resolved()
@@ -331,6 +334,7 @@ RECIPE = load_recipe("turns/grpo", [f"model={MODEL}"]).resolved()
         ({"cache": {"policy": "gkv", "budget": 9, "turns": "forgotten"}}, "turns: expected one of kept, prefilled"),
         ({"cache": {**RECIPE["cache"], "turns": "prefilled"}, "top_p": 0.9}, "cache.turns: prefilled turns do not rec"),
         ({"cache": {"policy": "clustered", "turns": "prefilled"}}, "cache.turns: prefilled turns are not replayed"),
+        ({"data": {**RECIPE["data"], "chat": False}}, "data: with tools, prompts must be chat messages, but they are"),
     ],
 )
 def test_a_recipe_is_refused_in_one_line(changed, says, tmp_path, monkeypatch):

@@ -144,6 +144,27 @@ def test_a_training_imports_no_vllm():
         assert python("-c", f"import sys, {module}; sys.exit('vllm' in sys.modules)").returncode == imports_it
 
 
+TRLS_OWN = """
+import sys, torch, trainer.grpo.trainer
+from accelerate import Accelerator
+from trl.trainer.grpo_trainer import VLLMGeneration
+assert "vllm" not in sys.modules
+server = {"mode": "server", "server_base_url": "http://127.0.0.1:9", "server_timeout": 0}
+try:
+    VLLMGeneration(torch.nn.Linear(1, 1), Accelerator(), None, **server)
+except OSError as error:
+    print(error, VLLMGeneration.__init__.__globals__["LLM"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_trl_itself_can_use_vllm_in_a_process_that_trains():
+    """It looks for its server, which is not there, and has what it needs to sample in the process."""
+    process = python("-c", TRLS_OWN)
+    assert "The vLLM server can't be reached" in process.stdout and "vllm." in process.stdout, process.stderr
+
+
 def test_the_sampler_gives_trls_order_in_the_first_epoch(grpo):
     schedule = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}
     trainer = grpo(**schedule)

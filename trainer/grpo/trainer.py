@@ -41,7 +41,7 @@ from rollout.context.config import PromptCacheConfig
 from rollout.context.reader import ContextPrompts
 from rollout.engine import Engine, Rollout, SamplingConfig
 from rollout.recorded import RecordedRollouts, check_rows
-from rollout.turns import Conversation, RowTrace, check_environments
+from rollout.turns import Conversation, RowTrace, check_beginnings
 from sparse_rl.attention.families import context_length
 from sparse_rl.attention.interface import ATTENTION, NO_MASK, adopt, refuse_reentrant_checkpointing
 from sparse_rl.attention.support import score_draws
@@ -263,10 +263,11 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         recorded = isinstance(self.sampler.engine, RecordedRollouts)
         contexts, held_out = self.sampler.prompt_cache is not None, cast(Any, self.eval_dataset)
         check_rows(self.train_dataset, recorded, args.sparse.num_generations, contexts)
-        check_environments(given.get("environment_factory"), self.train_dataset, "train_dataset")
+        check = partial(check_beginnings, given.get("environment_factory")) if turns else lambda *_: None
+        check(self.train_dataset, "train_dataset")
         for rows in filter(None, held_out.values() if isinstance(held_out, dict) else [held_out]):
             check_rows(rows, recorded, cast(int, self.num_generations_eval), contexts)
-            check_environments(given.get("environment_factory"), rows, "eval_dataset")
+            check(rows, "eval_dataset")
         about = ContextPrompts.of_row(cast(Any, self.train_dataset)[0], self.processing_class) if contexts else None
         self.engine = self.sampler.open(live, self.sampler.place or live, live, args, *lengths, about)
         steps = args.gradient_accumulation_steps, cast(int, args.steps_per_generation)
@@ -353,8 +354,6 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
         if self.batch.prompts:
             ids = [[*prompt.context, *prompt.rest] for prompt in self.batch.prompts]
         elif self.tools:  # whose schemas are part of the prompt
-            if isinstance(prompts[0], str):
-                raise UserError("with tools, prompts must be chat messages, but they are text", "train_dataset")
             ids = super()._tokenize_prompts(prompts)[0]
         else:
             ids = [prompt_ids(p, self.processing_class, self.thinking) for p in prompts]

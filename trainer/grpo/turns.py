@@ -51,8 +51,7 @@ def check_tools(
             name = getattr(factory, "__name__", factory)
             raise UserError(f"{name} has no method reset, with which a conversation begins", keys[1])
         own |= "get_reward" in members or not members
-        public = (m for n, m in members.items() if not n.startswith("_") and n not in ("reset", "get_reward"))
-        of_class += [MethodType(method, factory) for method in public]
+        of_class += tools_of(factory)
     for key, functions in zip(keys, (tools, of_class), strict=True):
         for function in functions:
             try:
@@ -67,6 +66,23 @@ def check_tools(
     if not rewards and not own:
         raise UserError("there is no reward: name one, or use an environment with a method get_reward", "rewards")
     parsing_template(tokenizer, keys[0] if tools else keys[1])
+
+
+def tools_of(factory: Any) -> list[Callable]:
+    """Return the tools of an environment's class; [] for another callable that makes an environment."""
+    members = inspect.getmembers(factory, inspect.isfunction) if isinstance(factory, type) else []
+    own = "reset", "get_reward"
+    return [MethodType(method, factory) for name, method in members if not name.startswith("_") and name not in own]
+
+
+def schema_tokens(tokenizer: Any, tools: Sequence[Sequence[Callable]], **options: Any) -> int:
+    """Return the number of tokens that the schemas of tools add to a prompt: the most of several lists of tools.
+
+    options : arguments of apply_chat_template
+    """
+    text = [{"role": "user", "content": ""}]
+    render = partial(tokenizer.apply_chat_template, text, tokenize=True, return_dict=False, **options)
+    return max(len(render(tools=[*some] or None)) for some in tools) - len(render())
 
 
 def parsing_template(tokenizer: Any, key: str) -> str | None:
@@ -108,11 +124,10 @@ class ToolSampling:
 
     def lengths(self, prompt: int) -> tuple[int, int]:
         """Return `turn_lengths`. prompt : maximum number of tokens of a prompt without the schemas of tools"""
-        trainer, text = self.trainer, [{"role": "user", "content": ""}]
-        options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs, "return_dict": False}
-        render = partial(trainer.processing_class.apply_chat_template, text, tokenize=True, **options)
+        trainer = self.trainer
+        options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
         tools = trainer._env_tools.values() if trainer.environment_factories is not None else [trainer.tools]
-        schemas = max(len(render(tools=some or None)) for some in tools) - len(render())
+        schemas = schema_tokens(trainer.processing_class, list(tools), **options)
         return turn_lengths(trainer.sampler.policy, prompt + schemas, trainer.sampling.max_tokens)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> list[Conversation]:
