@@ -90,7 +90,7 @@ def test_flex_output_lse_and_gradients_equal_the_dense_reference(
     assert ((causal - expected) * real[..., None]).abs().max() > 1e-2
 
 
-@pytest.mark.slow  # each case compiles once; the fast test_all_layers_and_steps_share_one_graph compiles one too
+@pytest.mark.slow  # torch's first compilation takes 20 s; fast tests compare the lists of tiles with plain ones
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
 def test_compiled_forward_pass_equals_the_dense_reference(layout: str, in_segments: bool) -> None:
@@ -143,6 +143,7 @@ def another_order(tiles: Tiles) -> None:
     tiles.order[0] = tiles.order[0].roll(1, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [a_tile_less, a_full_tile_that_is_not, other_tiles, another_order])
 def test_control_damaged_tiles_change_the_output(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     make = flex.make_tiles

@@ -32,6 +32,7 @@ GKV = {"policy": "gkv", "budget": 20, "window": 4, "period": 8}
 MODEL = model_directory("turns/model")
 SHORT = [
     f"model={MODEL}",
+    "data.synthetic.size=64",
     "max_steps=4",
     "per_device_train_batch_size=8",
     "learning_rate=1e-3",
@@ -318,7 +319,7 @@ def test_a_wrong_name_of_an_environment_is_refused_before_the_first_step(tmp_pat
         made(tmp_path / "run", "kept", train_dataset=Dataset.from_list(texts))
 
 
-RECIPE = load_recipe("turns/grpo", [f"model={MODEL}"]).resolved()
+RECIPE = load_recipe("turns/grpo", [f"model={MODEL}", "data.synthetic.size=64"]).resolved()
 
 
 @pytest.mark.parametrize(
@@ -386,6 +387,7 @@ class Counted(module.SparseGRPOTrainer):
 turns, folder, name, model = sys.argv[1:]
 module.SparseGRPOTrainer = Counted
 words = [f"model={model}", "max_steps=2", "per_device_train_batch_size=8", "launch.processes=2", "launch.zero_stage=3"]
+words.append("data.synthetic.size=64")
 recipe = load_recipe("turns/grpo", [*words, f"output_dir={folder}", f"run_name={name}", f"cache.turns={turns}"])
 run = recipe.prepare_training()
 trainer = run.recipe.make_trainer(run, Path(folder))
