@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import random
 import signal
@@ -100,6 +99,8 @@ def about(server: Server) -> About:
 
 # ---- clients that leave ---------------------------------------------------------------------------------------------
 
+LANES = 20  # requests at the same time, of up to two sequences each
+
 
 def body(draw: random.Random, tokens: int, version: int) -> bytes:
     """Return the body that asks for one or two sequences of at most `tokens` tokens."""
@@ -127,18 +128,20 @@ async def ask(server: Server, count: int, seed: int) -> Counter[Any]:
                 except TimeoutError:
                     ends["left"] += 1
 
-        await asyncio.gather(*(lane() for _ in range(20)))
+        await asyncio.gather(*(lane() for _ in range(LANES)))
     return ends
 
 
 def state(server: Server, folder: Path) -> tuple[dict[str, Any], int]:
-    """Wait until a server has nothing to do. Return what it holds, and its resident memory in bytes."""
+    """Wait until a server has nothing to do. Return what it holds after a last request, and its resident memory."""
     until = time.monotonic() + 60
     while (now := about(server)).running or now.waiting or now.recorded:
         assert time.monotonic() < until, now
         time.sleep(0.1)
     server.idle()
-    time.sleep(3)  # until it closes connections
+    reply = httpx.post(f"{server.url}/rollouts", content=body(random.Random(0), 5, now.version))
+    assert reply.status_code == 200  # it still holds the last step
+    time.sleep(1)
     files = {f"files {number}": process.num_fds() for number, process in enumerate(server.family())}
     return files | held(server, folder), sum(process.memory_info().rss for process in server.family())
 
@@ -162,11 +165,12 @@ def test_a_server_keeps_nothing_of_clients_that_leave(pair: Pair) -> None:
         under_way = held(server, pair.folder)
     after, more = state(server, pair.folder)
     print(ends.result(), memory, more)
+    assert after.pop("0: RolloutServer.free") <= 4 * LANES  # places of all, and of as many that are being forgotten
     assert set(ends.result()) == {200, "left"} and ends.result()["left"] > 900
     assert {n: x for n, x in after.items() if x != before.get(n, 0)} == {}
     assert more < 1.05 * memory
     assert "Traceback" not in server.log.read_text()
-    assert {"2: ServerRecord.place_of"} <= {n for n, x in under_way.items() if x > before.get(n, 0)}
+    assert sum(x for n, x in under_way.items() if n.endswith("ServerRecord.place_of")) > 0
 
 
 # ---- a training that is killed --------------------------------------------------------------------------------------
@@ -211,7 +215,7 @@ KILLS = 6
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_run_killed_at_any_time_ends_like_one_that_is_not(ahead: int, pair: Pair, tmp_path: Path, command) -> None:
-    """The servers go on, with weights and sequences of the killed run. Control: the first and the last weights."""
+    """The servers go on, with weights and sequences of the killed run. Control: the first weights."""
     rollout = {"ahead": ahead}
     keys = {"rollout": rollout, "importance_correction": "token_truncate", "max_steps": 6, "save_steps": 1}
 
@@ -220,22 +224,21 @@ def test_a_run_killed_at_any_time_ends_like_one_that_is_not(ahead: int, pair: Pa
 
     whole = command(recipe("whole"))
     assert whole["status"] == 0, whole["log"]
-    expected, draw, kills, steps = weights_of(tmp_path / "whole"), random.Random(ahead), 0, list[int]()
-    for chain in range(KILLS):
-        folder = tmp_path / str(chain)
+    expected, seconds, draw, steps = weights_of(tmp_path / "whole"), whole["seconds"], random.Random(ahead), list[int]()
+    while len(steps) < KILLS:
+        folder = tmp_path / f"run-{len(steps)}"
         while True:
             complete = checkpoints(folder)
-            moment = {"kill_after": draw.uniform(0.2, 0.9) * whole["seconds"]} if kills < KILLS else {}
+            moment = {"kill_after": draw.uniform(0.2, 0.9) * seconds} if len(steps) < KILLS else {}
             done = command(recipe(folder.name), *["--resume"] * bool(complete), **moment)
             if done["status"] == 0:
+                seconds = min(seconds, done["seconds"])
                 break
             assert done["status"] == -signal.SIGKILL, done["log"]
-            kills += 1
-            steps.append(len(complete))
-        assert equal(weights_of(folder), expected), (chain, kills)
-        if kills == KILLS:
-            break
-    print(kills, steps, whole["seconds"])
+            steps.append(max([0, *(int(path.name.partition("-")[2]) for path in checkpoints(folder))]))
+        assert equal(weights_of(folder), expected), steps
+    print(steps, seconds)
+    assert len(set(steps)) > 2 and min(about(server).version for server in pair.servers) > 0
     assert not equal(load_file(pair.model / "model.safetensors"), expected)
 
 
@@ -248,7 +251,7 @@ SEEN = {
     "damaged": "the body is not an answer with rollouts",
     "500": "status 500: a fault",
     "abort": "ended by 'abort'",
-    "stop": "hangs: ",
+    "stop": "no answer to GET /rollouts",
 }
 STOPPED = 15  # seconds
 
@@ -272,12 +275,10 @@ class Trouble:
     def next_fault(self, proxy: Proxy) -> str:
         with self.lock:
             self.wait -= 1
-            if self.wait > 0 or not self.coming:
+            if self.wait > 0 or not self.coming or proxy in self.busy:
                 return ""
-            strike = {"kill": self.kill, "stop": self.stop}.get(name := self.coming[-1])
-            if strike is not None and proxy in self.busy:
-                return ""
-            self.made[self.coming.pop()] += 1
+            strike = {"kill": self.kill, "stop": self.stop}.get(name := self.coming.pop())
+            self.made[name] += 1
             self.wait = self.draw.randint(1, 5)
             if strike is None:
                 return name
@@ -322,13 +323,19 @@ def between(pair: Pair, trouble: Trouble) -> Iterator[list[str]]:
             proxy.server_close()
 
 
-def test_thirty_faults_do_not_change_a_run(pair: Pair, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+def test_thirty_faults_do_not_change_a_run(pair: Pair, tmp_path: Path, monkeypatch: Any) -> None:
     """Servers are killed in different processes. Control: one sequence that is cut short, but does not say so."""
     monkeypatch.syspath_prepend(ROOT / "tests/trainer")
     monkeypatch.setattr(client, "CHUNK", 1)
     monkeypatch.setattr(client, "LOOK", 3.0)
     monkeypatch.setitem(ServerEngine.__init__.__kwdefaults__, "beat", 0.5)
-    caplog.set_level(logging.INFO, "sparse_rl")
+    fail, seen = ServerEngine._fail, list[str]()
+
+    def fail_and_note(self: Any, server: Any, error: Exception, first: bool = True) -> None:
+        seen.append(str(error))
+        fail(self, server, error, first)
+
+    monkeypatch.setattr(ServerEngine, "_fail", fail_and_note)
 
     def weights(name: str, trouble: Trouble) -> dict[str, torch.Tensor]:
         with between(pair, trouble) as servers:
@@ -338,11 +345,12 @@ def test_thirty_faults_do_not_change_a_run(pair: Pair, tmp_path: Path, monkeypat
         return weights_of(tmp_path / name)
 
     expected = weights("without", Trouble(pair, {}))
-    caplog.clear()
+    seen.clear()
     begun, trouble = time.monotonic(), Trouble(pair, FAULTS)
     assert equal(weights("faults", trouble), expected)
-    print(trouble.made, time.monotonic() - begun, Counter(r.message for r in caplog.records if r.name == "sparse_rl"))
+    counts = {name: sum(text in message for message in seen) for name, text in SEEN.items()}
+    print(trouble.made, counts, len(seen), time.monotonic() - begun)
     assert trouble.made == FAULTS and sum(FAULTS.values()) == 30
-    assert [fault for fault, message in SEEN.items() if message not in caplog.text] == []
+    assert [name for name, count in counts.items() if 2 * count < FAULTS[name]] == []
     assert len(trouble.restarted) == 3 and all(proxy.given > before for proxy, before in trouble.restarted)
     assert not equal(weights("believed", Trouble(pair, {"believed": 1})), expected)
