@@ -5,6 +5,7 @@ only pretends to sample.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -251,3 +252,16 @@ def test_a_request_that_does_not_fit_is_refused(served: Callable) -> None:
         await server.sample(asked(0, tokens=60))  # control
 
     served(test)
+
+
+def test_a_client_that_leaves_while_it_sends_fills_no_log() -> None:
+    """Control: an error."""
+    pytest.importorskip("vllm")
+    from starlette.requests import ClientDisconnect
+
+    from rollout.vllm.compat.server import _is_news
+
+    for error in (ClientDisconnect(), ValueError()):
+        raised = (type(error), error, None)
+        record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "Exception", None, raised)
+        assert _is_news(record) == isinstance(error, ValueError)

@@ -68,8 +68,6 @@ class Pair:
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder, self.numbers = model, folder, iter(range(99))
         self.servers = [self.start(), self.start()]
-        for server in self.servers:
-            server.wait()
 
     def start(self, port: int | None = None) -> Server:
         (folder := self.folder / str(next(self.numbers))).mkdir()
@@ -87,10 +85,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("servers")
     with mock.patch.dict(os.environ, counting(folder)):
         two = Pair(model, folder)
-        yield two
-        for server in two.servers:
-            if server.process.poll() is None:
-                server.end(signal.SIGTERM)
+        try:
+            for server in two.servers:
+                server.wait()
+            yield two
+        finally:
+            for server in two.servers:
+                if server.process.poll() is None:
+                    server.end(signal.SIGTERM)
 
 
 def about(server: Server) -> About:
