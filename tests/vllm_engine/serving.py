@@ -58,8 +58,8 @@ def free_port() -> int:
 class Server:
     """`sparse-rl serve` in a separate process that writes its log to a file."""
 
-    def __init__(self, model: Path, folder: Path, *words: str) -> None:
-        self.model, self.port, self.log = str(model), free_port(), folder / "server.log"
+    def __init__(self, model: Path, folder: Path, *words: str, port: int | None = None) -> None:
+        self.model, self.port, self.log = str(model), port or free_port(), folder / "server.log"
         command = [sys.executable, "-m", "sparse_rl.cli", "serve", self.model, "--port", str(self.port), *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         environment = {k: v for k, v in environment.items() if not k.startswith(("VLLM_", FOLDER))}

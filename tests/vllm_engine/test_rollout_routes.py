@@ -5,6 +5,7 @@ only pretends to sample.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -330,3 +331,16 @@ def test_a_request_counts_until_its_answer_is_sent_or_its_client_has_left() -> N
 
     for leaves in (False, True):
         asyncio.run(asyncio.wait_for(test(leaves), 20))
+
+
+def test_a_client_that_leaves_while_it_sends_fills_no_log() -> None:
+    """Control: an error."""
+    pytest.importorskip("vllm")
+    from starlette.requests import ClientDisconnect
+
+    from rollout.vllm.compat.server import _is_news
+
+    for error in (ClientDisconnect(), ValueError()):
+        raised = (type(error), error, None)
+        record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "Exception", None, raised)
+        assert _is_news(record) == isinstance(error, ValueError)

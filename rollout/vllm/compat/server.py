@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.exceptions import VLLMValidationError
@@ -167,9 +167,10 @@ def user_errors() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for the long log entries about requests that the end of the server has interrupted, else True."""
+    """Return False for the long log entries about requests that the end of the server, or their client, has cut off."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, asyncio.CancelledError) and "listen_for_disconnect" not in record.getMessage()
+    left = isinstance(error, (asyncio.CancelledError, ClientDisconnect))
+    return not left and "listen_for_disconnect" not in record.getMessage()
 
 
 # ---- requests that reach the engine ---------------------------------------------------------------------------------
