@@ -5,6 +5,7 @@ only pretends to sample.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -330,3 +331,22 @@ def test_a_request_counts_until_its_answer_is_sent_or_its_client_has_left() -> N
 
     for leaves in (False, True):
         asyncio.run(asyncio.wait_for(test(leaves), 20))
+
+
+def test_a_file_is_taken_from_a_client_on_this_machine_if_its_version_is_in_it(tmp_path: Path) -> None:
+    """In another container, the path of the client's file is that of another one, of any kind."""
+    pytest.importorskip("vllm")
+    from rollout.vllm.routes import _shared
+
+    (tmp_path / "weights").write_bytes(body := pack_weights([("one", torch.ones(3))], 7))
+    (tmp_path / "damaged").write_bytes(body[:9])
+    here, elsewhere = SimpleNamespace(host="127.0.0.1"), SimpleNamespace(host="10.0.0.7")
+    reading, writing = os.pipe()
+    with (tmp_path / "weights").open("rb") as file, (tmp_path / "damaged").open("rb") as damaged:
+        right, *others = (f"/proc/{os.getpid()}/fd/{i}" for i in (file.fileno(), damaged.fileno(), reading, 10**6))
+        with _shared(right, 7, here) as opened:
+            assert opened.read() == body
+        assert _shared(right, 8, here) is _shared(right, 7, elsewhere) is _shared(right, 7, None) is None
+        assert [_shared(path, 7, here) for path in (*others, str(tmp_path / "weights"))] == [None] * 4
+    os.close(reading)
+    os.close(writing)

@@ -244,6 +244,7 @@ def test_a_server_with_one_entry_more_is_refused(served: tuple[Server, dict[Any,
     weights = changed(load_model(server.model), 1)
     with closing(make_engine("server", policy=policy, **options)) as engine:
         engine.load_weights(weights.items())
+        assert engine.servers[0].near  # by their file
         assert not differences(engine.generate(PROMPTS, SAMPLINGS[0]), expected[1, 60])
         engine.ours["policy"] = ""
         unchecked = engine.generate(PROMPTS, SAMPLINGS[0])
