@@ -328,21 +328,30 @@ def attach(app: Any, engine: Any) -> None:
     @router.post(WEIGHTS)
     async def weights(raw_request: HttpRequest, version: int, file: str = "") -> Response:
         try:
-            opened: Any = open(os.memfd_create("weights"), "wb")  # noqa: SIM115
-            if file and (opened := await asyncio.to_thread(_shared, file, version, raw_request.client)) is None:
+            if file:
+                opened = await asyncio.to_thread(_shared, file, version, raw_request.client)
+            else:
+                opened = await _received(raw_request, server.most_bytes)
+            if opened is None:
                 return JSONResponse({"version": server.version})
             with opened:  # the workers map it
-                async for chunk in raw_request.stream():
-                    if opened.tell() + len(chunk) > server.most_bytes:
-                        raise UserError(f"the weights of this model have at most {server.most_bytes} bytes")
-                    opened.write(chunk)
-                opened.flush()
                 await server.load(f"/proc/{os.getpid()}/fd/{opened.fileno()}", version)
         except Exception as error:
             return _refusal(error)
         return JSONResponse({"version": version})
 
     app.include_router(router)
+
+
+async def _received(raw_request: HttpRequest, most: int) -> Any:
+    """Return a file in memory with a body of weights, of at most `most` bytes."""
+    file = open(os.memfd_create("weights"), "wb")  # noqa: SIM115
+    async for chunk in raw_request.stream():
+        if file.tell() + len(chunk) > most:
+            raise UserError(f"the weights of this model have at most {most} bytes")
+        file.write(chunk)
+    file.flush()
+    return file
 
 
 def _shared(file: str, version: int, client: Any) -> Any:

@@ -333,20 +333,38 @@ def test_a_request_counts_until_its_answer_is_sent_or_its_client_has_left() -> N
         asyncio.run(asyncio.wait_for(test(leaves), 20))
 
 
-def test_a_file_is_taken_from_a_client_on_this_machine_if_its_version_is_in_it(tmp_path: Path) -> None:
-    """In another container, the path of the client's file is that of another one, of any kind."""
+def test_weights_come_in_a_body_or_in_the_file_of_a_client_on_this_machine(tmp_path: Path) -> None:
+    """In another container, the path of the client's file is that of another one, of any kind: its version tells."""
     pytest.importorskip("vllm")
-    from rollout.vllm.routes import _shared
+    from fastapi import FastAPI
 
-    (tmp_path / "weights").write_bytes(body := pack_weights([("one", torch.ones(3))], 7))
+    from rollout.vllm.routes import attach
+
+    engine, weights = Engine(directory_of("qwen2")), loaded(directory_of("qwen2")).named_parameters()
+    attach(app := FastAPI(), engine)
+    (tmp_path / "weights").write_bytes(body := pack_weights(weights, 7))
     (tmp_path / "damaged").write_bytes(body[:9])
-    here, elsewhere = SimpleNamespace(host="127.0.0.1"), SimpleNamespace(host="10.0.0.7")
-    reading, writing = os.pipe()
-    with (tmp_path / "weights").open("rb") as file, (tmp_path / "damaged").open("rb") as damaged:
-        right, *others = (f"/proc/{os.getpid()}/fd/{i}" for i in (file.fileno(), damaged.fileno(), reading, 10**6))
-        with _shared(right, 7, here) as opened:
-            assert opened.read() == body
-        assert _shared(right, 8, here) is _shared(right, 7, elsewhere) is _shared(right, 7, None) is None
-        assert [_shared(path, 7, here) for path in (*others, str(tmp_path / "weights"))] == [None] * 4
-    os.close(reading)
-    os.close(writing)
+    (tmp_path / "none").touch()
+    os.mkfifo(tmp_path / "pipe")
+
+    async def give(host: str, version: int, file: str | int = "", body: bytes = b"") -> int:
+        transport = httpx.ASGITransport(app, client=(host, 1))
+        query = {"version": version, "file": file if isinstance(file, str) else f"/proc/{os.getpid()}/fd/{file}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            answer = (await http.post("/rollouts/weights", params=query, content=body)).json()["version"]
+        assert answer == engine.version
+        return int(answer)
+
+    async def test() -> None:
+        right, *others = (os.open(tmp_path / name, os.O_RDWR) for name in ("weights", "damaged", "none", "pipe"))
+        for host, version, file in (
+            *(("127.0.0.1", 7, other) for other in [*others, 10**6, str(tmp_path / "weights")]),
+            *(("127.0.0.1", 8, right), ("10.0.0.7", 7, right)),
+        ):
+            assert await give(host, version, file) == 0
+        assert await give("127.0.0.1", 7, right) == 7
+        assert await give("10.0.0.7", 9, body=body) == 9
+        for file in (right, *others):
+            os.close(file)
+
+    asyncio.run(test())
