@@ -20,12 +20,13 @@ import platform
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import httpx
 from torch import Tensor, distributed
@@ -43,6 +44,7 @@ from sparse_rl.policies.base import Policy
 from sparse_rl.policies.make import fingerprint
 
 logger = logging.getLogger("sparse_rl")
+PIECE = 2**20  # bytes of weights that are sent at a time
 CHUNK = 8  # most sequences of a request
 LOOK = 10.0  # seconds in which a server must say what it is
 ATTEMPTS = 5  # at a chunk that servers answer, but not with rollouts; times the number of servers
@@ -72,6 +74,7 @@ class Server:
     up : set while it may be asked for rollouts
     settled : set once it is up, or has failed, after new weights
     hurry, change : set to end its pause after a fault, and the time in which it is up
+    local, near : True if it is on this machine; and if it may be able to read files of this process
     """
 
     def __init__(self, url: str, key: str | None) -> None:
@@ -87,12 +90,12 @@ class Server:
         self.version, self.failures, self.failed = 0, 0, 0.0
         self.error: Exception = Fault("has not answered")
         self.up, self.settled, self.hurry, self.change = (asyncio.Event() for _ in range(4))
+        self.local = self.near = httpx.URL(self.url).host in wire.LOOPBACK
 
     @property
     def place(self) -> str:
         """The URL, together with the machine if it means this machine."""
-        local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
-        return f"{platform.node()} {self.url}" if local else self.url
+        return f"{platform.node()} {self.url}" if self.local else self.url
 
     async def ask(self, method: str, path: str, **options: Any) -> bytes:
         """Return the body of an answer with status 200. Raises Fault, UserError for a request that is refused, and
@@ -181,7 +184,7 @@ class ServerEngine:
             "exact": exact,
         }
         self.version: int | None = None  # of the weights that the servers were given; None: those they began with
-        self.weights = b""  # the same as a body, where this process gives them to a server
+        self.weights: BinaryIO | None = None  # the same in a file in memory, where this process gives them to a server
         self.given: set[str] = set()  # URLs of the servers that this process gives weights to
         self.shared = False  # True if other processes need the servers, too
         self.batch: Batch | None = None
@@ -416,12 +419,29 @@ class ServerEngine:
             if self.version is None:
                 raise Fault(f"has weights of version {about.version}, which an earlier run has given it")
             if server.url in self.given:
-                give = server.ask("POST", "/rollouts/weights", params={"version": self.version}, content=self.weights)
-                await self._watched(server, give)
+                await self._watched(server, self._give(server))
             elif self.loop.time() > until:
                 raise Fault("another process has not given it the weights")
             else:
                 await asyncio.sleep(FIRST_PAUSE)
+
+    async def _give(self, server: Server) -> None:
+        """Give a server the weights: the path of their file, if it can read it, else their bytes."""
+        file = self.weights
+        assert file is not None
+        give = partial(server.ask, "POST", "/rollouts/weights")
+        if server.near:
+            path = {"version": self.version, "file": f"/proc/{os.getpid()}/fd/{file.fileno()}"}
+            server.near = json.loads(await give(params=path))["version"] == self.version
+        if not server.near:
+            size = os.fstat(file.fileno()).st_size
+
+            async def pieces() -> AsyncIterator[bytes]:
+                for start in range(0, size, PIECE):
+                    yield os.pread(file.fileno(), PIECE, start)
+
+            length = {"Content-Length": str(size)}
+            await give(params={"version": self.version}, content=pieces(), headers=length)
 
     def _fail(self, server: Server, error: Exception, first: bool = True) -> None:
         """Note a fault. first : False if another request has noted it"""
@@ -448,13 +468,15 @@ class ServerEngine:
         if self.batch is not None and not self.batch.future.done():
             raise RuntimeError("a batch is under way; finish it before the weights change")
         version, given = self._agreed()
-        body = b""
+        file: BinaryIO | None = None
         if given:
-            body = wire.pack_weights(weights)
+            file = open(os.memfd_create("weights"), "w+b")  # noqa: SIM115  # a server that comes back needs it
+            file.write(wire.pack_weights(weights, version))
+            file.flush()
         else:
             for _ in weights:  # under ZeRO-3 all processes gather them
                 pass
-        self._call(self._renew(body, version, given))
+        self._call(self._renew(file, version, given))
 
     def _agreed(self) -> tuple[int, set[str]]:
         """Return the next version of the weights, the same in all processes, and the servers that this one gives them
@@ -471,8 +493,8 @@ class ServerEngine:
         given = {server.url for server in self.servers if server.place not in taken}
         return max(number for number, _ in everyone), given
 
-    async def _renew(self, body: bytes, version: int, given: set[str]) -> None:
-        self.weights, self.version, self.given = body, version, given
+    async def _renew(self, file: BinaryIO | None, version: int, given: set[str]) -> None:
+        self.weights, self.version, self.given = file, version, given
         for server in self.servers:
             for event in (server.up, server.settled):
                 event.clear()

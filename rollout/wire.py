@@ -53,6 +53,7 @@ from sparse_rl.errors import UserError
 from sparse_rl.trace import NEVER, EvictionTrace
 
 FORMAT = 1
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 FAR = 2**16 - 1  # NEVER in uint16
 LEVEL = 1  # of zlib
 MOST_RATIO = 1100  # zlib makes at most 1,032 bytes of one
@@ -255,9 +256,10 @@ def _trace(arrays: Mapping[str, np.ndarray], i: int, size: Any, shape: tuple[int
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-def pack_weights(weights: Iterable[tuple[str, Tensor]]) -> bytes:
+def pack_weights(weights: Iterable[tuple[str, Tensor]], version: int = 0) -> bytes:
     """Return the body that replaces all weights. weights : (name in transformers' module, tensor on any device)"""
-    return save_tensors({name: weight.detach().cpu().contiguous().clone() for name, weight in weights})
+    tensors = {name: weight.detach().cpu().contiguous().clone() for name, weight in weights}
+    return save_tensors(tensors, {"version": str(version)})
 
 
 # ---- bodies ---------------------------------------------------------------------------------------------------------

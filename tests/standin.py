@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs
 
-from safetensors.torch import load
+from safetensors.torch import load, load_file
 
 from rollout import wire
 from rollout.config import KEY
@@ -35,11 +36,13 @@ class StandIn(ThreadingHTTPServer):
 
     asked : number of sequences that it has been asked for
     pushes : number of times that it was given weights
+    bodies : number of times that they came in a body, as they must if it is not `near`
     deaf : number of the next GET requests that it does not answer
     """
 
     daemon_threads = True
-    requests = deaf = 0
+    requests = deaf = bodies = 0
+    near = True
 
     def __init__(self, model: str, policy: Any, port: int = 0, faults: Iterable[str] = (), max_batch: int = 16) -> None:
         self.engine, self.faults, self.lock = HFEngine(model, make_policy(policy)), list(faults), threading.Lock()
@@ -131,9 +134,14 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         with self.server.lock:
             if path == "/rollouts/weights":
-                version = int(query.removeprefix("version="))
+                given = {name: values[0] for name, values in parse_qs(query).items()}
+                version = int(given["version"])
+                self.server.bodies += bool(body)
+                if "file" in given and not self.server.near:
+                    version = self.server.about["version"]
                 if version != self.server.about["version"]:
-                    self.server.engine.load_weights(load(body).items())
+                    weights = load_file(given["file"]) if "file" in given else load(body)
+                    self.server.engine.load_weights(weights.items())
                     self.server.about["version"] = version
                     self.server.pushes += 1
                 return self.answer(json.dumps({"version": version}).encode())

@@ -10,7 +10,9 @@ requests of other clients, and all others wait for the update. So weights never 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -33,11 +35,11 @@ from rollout.vllm.memory import prompt_groups
 from rollout.vllm.sampling import Result, joined
 from rollout.vllm.scheduler import PREEMPTED
 from rollout.vllm.weights import ModelWeights
-from rollout.wire import About, Answered, Asked, pack_rollouts, unpack_requests
+from rollout.wire import LOOPBACK, About, Answered, Asked, pack_rollouts, unpack_requests
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.config import as_mapping
 from sparse_rl.errors import NotFiniteError, StoppedError, UserError
-from sparse_rl.files import open_tensors
+from sparse_rl.files import check_readable, open_tensors
 from sparse_rl.models.load import load_config, model_fingerprint
 from sparse_rl.models.weights import identify
 from sparse_rl.policies.make import fingerprint
@@ -324,20 +326,47 @@ def attach(app: Any, engine: Any) -> None:
         return await with_cancellation(answer)(None, raw_request) or Response(status_code=499)
 
     @router.post(WEIGHTS)
-    async def weights(raw_request: HttpRequest, version: int) -> Response:
+    async def weights(raw_request: HttpRequest, version: int, file: str = "") -> Response:
         try:
-            with open(os.memfd_create("weights"), "wb") as file:  # which the workers map
-                async for chunk in raw_request.stream():
-                    if file.tell() + len(chunk) > server.most_bytes:
-                        raise UserError(f"the weights of this model have at most {server.most_bytes} bytes")
-                    file.write(chunk)
-                file.flush()
-                await server.load(f"/proc/{os.getpid()}/fd/{file.fileno()}", version)
+            if file:
+                opened = await asyncio.to_thread(_shared, file, version, raw_request.client)
+            else:
+                opened = await _received(raw_request, server.most_bytes)
+            if opened is None:
+                return JSONResponse({"version": server.version})
+            with opened:  # the workers map it
+                await server.load(f"/proc/{os.getpid()}/fd/{opened.fileno()}", version)
         except Exception as error:
             return _refusal(error)
         return JSONResponse({"version": version})
 
     app.include_router(router)
+
+
+async def _received(raw_request: HttpRequest, most: int) -> Any:
+    """Return a file in memory with a body of weights, of at most `most` bytes."""
+    file = open(os.memfd_create("weights"), "wb")  # noqa: SIM115
+    async for chunk in raw_request.stream():
+        if file.tell() + len(chunk) > most:
+            raise UserError(f"the weights of this model have at most {most} bytes")
+        file.write(chunk)
+    file.flush()
+    return file
+
+
+def _shared(file: str, version: int, client: Any) -> Any:
+    """Return the opened file of a client on this machine. Returns None unless it has weights of a version: for a client
+    in another container, or behind a tunnel, the path means another file, or none.
+    """
+    if client is None or client.host not in LOOPBACK or not re.fullmatch(r"/proc/\d+/fd/\d+", file):
+        return None
+    try:
+        check_readable(file, math.inf)
+        opened = open(file, "rb")  # noqa: SIM115
+        with open_tensors(f"/proc/{os.getpid()}/fd/{opened.fileno()}") as tensors:
+            return opened if tensors.metadata()["version"] == str(version) else None
+    except Exception:  # safetensors raises many kinds
+        return None
 
 
 def _refusal(error: Exception) -> Response:

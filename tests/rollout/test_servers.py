@@ -266,7 +266,7 @@ def test_sequences_that_fail_again_and_again_stop_the_run(model, monkeypatch):
 def test_no_process_waits_without_end_for_weights_that_another_gives(model):
     """Control: given by this process, they come."""
     with asking(model, StandIn(model, GKV), patience=0.4) as engine:
-        asyncio.run_coroutine_threadsafe(engine._renew(b"", 5, set()), engine.loop).result(timeout=20)
+        asyncio.run_coroutine_threadsafe(engine._renew(None, 5, set()), engine.loop).result(timeout=20)
         with pytest.raises(StoppedError, match="another process has not given it the weights"):
             engine.generate(PROMPTS, SAMPLING)
         engine.load_weights(changed(model).items())
@@ -290,3 +290,19 @@ def test_digests_are_those_in_which_the_servers_agree(model, monkeypatch):
         with pytest.raises(StoppedError, match="no server of rollouts has worked for 1 seconds"):
             engine.scorer_digests()
         one.deaf = other.deaf = 0
+
+
+def test_weights_stay_in_memory_if_a_server_can_read_them_there(model):
+    """Else their bytes are sent, and the server is asked only once. Both have the weights of the engine in process."""
+    near, far = StandIn(model, GKV), StandIn(model, GKV)
+    far.near = False
+    hf = make_engine("hf", model=model, policy=GKV)
+    with asking(model, near, far) as engine:
+        for factor in (1.5, 0.5):
+            weights = {name: factor * weight for name, weight in changed(model).items()}
+            engine.load_weights(weights.items())
+            hf.load_weights(weights.items())
+            assert bits(engine.generate(PROMPTS, SAMPLING)) == bits(hf.generate(PROMPTS, SAMPLING))
+            assert [server.near for server in engine.servers] == [True, False]
+        assert min(near.asked, far.asked) > 0
+        assert (near.pushes, near.bodies, far.pushes, far.bodies) == (2, 0, 2, 2)

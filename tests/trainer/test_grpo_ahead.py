@@ -190,8 +190,8 @@ def test_control_without_the_guard_a_fault_stops_nothing(fault, run_ahead):
 def test_rollouts_of_other_rows_are_refused(run_ahead):
     """Others were asked for, or others came. Control: the runs of the other tests."""
     trainer = run_ahead()
-    rows = trainer.ahead.next_rows
-    trainer.ahead.next_rows = lambda: rows()[::-1]
+    rows = trainer.ahead.rows_due
+    trainer.ahead.rows_due = lambda micro_batch: rows(micro_batch)[::-1]
     with pytest.raises(StoppedError, match=r"rollout\.ahead: the rollout of row 0 was asked for another prompt"):
         trainer.train()
     trainer = run_ahead("came")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -344,3 +345,40 @@ def test_a_client_that_leaves_while_it_sends_fills_no_log() -> None:
         raised = (type(error), error, None)
         record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "Exception", None, raised)
         assert _is_news(record) == isinstance(error, ValueError)
+
+
+def test_weights_come_in_a_body_or_in_the_file_of_a_client_on_this_machine(tmp_path: Path) -> None:
+    """In another container, the path of the client's file is that of another one, of any kind: its version tells."""
+    pytest.importorskip("vllm")
+    from fastapi import FastAPI
+
+    from rollout.vllm.routes import attach
+
+    engine, weights = Engine(directory_of("qwen2")), loaded(directory_of("qwen2")).named_parameters()
+    attach(app := FastAPI(), engine)
+    (tmp_path / "weights").write_bytes(body := pack_weights(weights, 7))
+    (tmp_path / "damaged").write_bytes(body[:9])
+    (tmp_path / "none").touch()
+    os.mkfifo(tmp_path / "pipe")
+
+    async def give(host: str, version: int, file: str | int = "", body: bytes = b"") -> int:
+        transport = httpx.ASGITransport(app, client=(host, 1))
+        query = {"version": version, "file": file if isinstance(file, str) else f"/proc/{os.getpid()}/fd/{file}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            answer = (await http.post("/rollouts/weights", params=query, content=body)).json()["version"]
+        assert answer == engine.version
+        return int(answer)
+
+    async def test() -> None:
+        right, *others = (os.open(tmp_path / name, os.O_RDWR) for name in ("weights", "damaged", "none", "pipe"))
+        for host, version, file in (
+            *(("127.0.0.1", 7, other) for other in [*others, 10**6, str(tmp_path / "weights")]),
+            *(("127.0.0.1", 8, right), ("10.0.0.7", 7, right)),
+        ):
+            assert await give(host, version, file) == 0
+        assert await give("127.0.0.1", 7, right) == 7
+        assert await give("10.0.0.7", 9, body=body) == 9
+        for file in (right, *others):
+            os.close(file)
+
+    asyncio.run(test())

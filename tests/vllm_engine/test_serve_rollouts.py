@@ -111,8 +111,8 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     else:
         model.save_pretrained(folder)
         if name != "full":  # that of a model without a policy
-            policy = policy_of("gkv" if name == "experts" else name, budget=48, window=8, period=16, sinks=2)
-            save_policy(folder, policy)
+            sizes = {"budget": 48, "window": 8, "period": 16, "sinks": 2, "reference_queries": 32}
+            save_policy(folder, policy_of("gkv" if name == "experts" else name, **sizes))
     RunningSum.tokenizer().save_pretrained(folder)
     engine, expected = make_engine("vllm", model=folder, **OPTIONS), {}
     try:
@@ -244,6 +244,7 @@ def test_a_server_with_one_entry_more_is_refused(served: tuple[Server, dict[Any,
     weights = changed(load_model(server.model), 1)
     with closing(make_engine("server", policy=policy, **options)) as engine:
         engine.load_weights(weights.items())
+        assert engine.servers[0].near  # by their file
         assert not differences(engine.generate(PROMPTS, SAMPLINGS[0]), expected[1, 60])
         engine.ours["policy"] = ""
         unchecked = engine.generate(PROMPTS, SAMPLINGS[0])

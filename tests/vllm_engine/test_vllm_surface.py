@@ -99,6 +99,14 @@ SIGNATURES = {  # name -> all parameters of a function that we override, replace
     "v1.engine.async_llm.AsyncLLM.from_vllm_config": "vllm_config start_engine_loop usage_context stat_loggers "
     "enable_log_requests aggregate_engine_logging disable_log_stats client_addresses client_count client_index",
     "v1.engine.async_llm.AsyncLLM.shutdown": "timeout",
+    "v1.engine.async_llm.AsyncLLM.add_request": "request_id prompt params arrival_time lora_request "
+    "tokenization_kwargs trace_headers priority data_parallel_rank session_id prompt_text reasoning_ended "
+    "reasoning_parser_kwargs kv_hints",
+    "v1.engine.async_llm.AsyncLLM.abort": "request_id internal",
+    "v1.engine.async_llm.AsyncLLM.collective_rpc": "method timeout args kwargs",
+    "v1.engine.async_llm.AsyncLLM.pause_generation": "mode clear_cache",
+    "v1.engine.async_llm.AsyncLLM.resume_generation": "",
+    "v1.engine.output_processor.RequestOutputCollector.get": "",
     "entrypoints.launchers.api_server.entry.build_and_serve": "engine_client listen_address sock args peer_loads "
     "uvicorn_kwargs",
     "v1.engine.llm_engine.LLMEngine.step": "",

@@ -59,11 +59,6 @@ class Ahead:
         """Number of micro-batches of each process between two generations."""
         return self.trainer.args.steps_per_generation * self.trainer.num_iterations
 
-    def due(self, micro_batch: int) -> bool:
-        """Return True if the last update before the next generation begins with this micro-batch."""
-        length = self.micro_batches
-        return micro_batch % length == max(0, length - self.trainer.args.gradient_accumulation_steps)
-
     def begin(self, rows: list[int]) -> None:
         """Ask for the next generation, of these rows. The engine has the present weights."""
         trainer = self.trainer
@@ -72,12 +67,16 @@ class Ahead:
         sampling = dataclasses.replace(trainer.sampling, seed=trainer.sampling_seed(trainer.generations + 1))
         self.coming = NextGeneration(prompts, trainer.state.global_step, trainer.engine.begin(prompts, sampling))
 
-    def next_rows(self) -> list[int]:
-        """Return the dataset's rows of this process in the next generation; [] if the training ends before it."""
-        trainer, args = self.trainer, self.trainer.args
+    def rows_due(self, micro_batch: int) -> list[int]:
+        """Return the dataset's rows of this process in the next generation, if the last update before it begins with
+        this micro-batch; else, or if the training ends before it, [].
+        """
+        trainer, args, length = self.trainer, self.trainer.args, self.micro_batches
+        if micro_batch % length != max(0, length - args.gradient_accumulation_steps):
+            return []
         sampler = trainer._get_train_sampler()
         of_epoch = len(sampler) // args.generation_batch_size
-        epoch, before = divmod(trainer.generations * self.micro_batches, of_epoch)
+        epoch, before = divmod(trainer.generations * length, of_epoch)
         updates = -(-of_epoch // args.gradient_accumulation_steps)
         if epoch * updates + before // args.gradient_accumulation_steps >= trainer.state.max_steps:
             return []

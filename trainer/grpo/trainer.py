@@ -408,8 +408,7 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
     def _look_ahead(self) -> None:
         """Before the last update that precedes the next generation, give the engine the weights and ask for it."""
-        due = self.ahead is not None and self.mode == "train" and self.ahead.due(self._step)
-        if due and (rows := self.ahead.next_rows()):
+        if self.ahead is not None and self.mode == "train" and (rows := self.ahead.rows_due(self._step)):
             with self.refused_at_this_step(), self.weight_sync.ready():
                 self.ahead.begin(rows)
 

@@ -40,6 +40,7 @@ from rollout.sampling import sequence_seed
 from rollout.vllm.compat import arguments
 from rollout.vllm.compat.arguments import KEY
 from rollout.vllm.routes import WEIGHTS, OwnSettings, attach
+from rollout.wire import LOOPBACK
 from sparse_rl.errors import StoppedError, UserError
 from sparse_rl.models.load import load_generation_config
 
@@ -235,7 +236,6 @@ def owner_of(request: Any) -> str | None:
 
 
 read_json = Request.json
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Guard:
