@@ -94,12 +94,6 @@ def holders(cls: type) -> Iterator[type]:
         yield from holders(held)
 
 
-def defaults(cls: type) -> dict[str, Any]:
-    """Return key -> default (MISSING if required) at one level of the YAML, with the keys of flat fields."""
-    fields = ((holder, f) for holder in holders(cls) for f in dataclasses.fields(holder))
-    return {f.name: default_of(f) for holder, f in fields if f.name in own_fields(holder)}
-
-
 # ---- rows and sections -------------------------------------------------------------------------------------
 
 
