@@ -106,7 +106,6 @@ class WorkerPool:
     """A pool of at most `size` workers, which are started when they are needed.
 
     module : module of this package, whose `main` the workers run
-    environment : environment variables of the workers
     """
 
     def __init__(self, module: str, size: int, environment: Mapping[str, str]) -> None:

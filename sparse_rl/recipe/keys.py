@@ -33,7 +33,6 @@ _ENTRY = re.compile(r"(\w+(?:, \w+)*) : (.*)")
 class KeyRow:
     """One key, as texts to display.
 
-    key : dotted name of the key
     default : default in YAML; REQUIRED if the key has no default; empty for a block, whose keys have their own defaults
     file : for a block, the file that defines its keys; else empty
     """
