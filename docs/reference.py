@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+from sparse_rl.config import default_of, own_fields
 from sparse_rl.methods.config import CONFIGS, LearnedConfig
-from sparse_rl.recipe.keys import REQUIRED, KeyRow, KeySection, defaults, sections_of, shown
+from sparse_rl.recipe.keys import REQUIRED, KeyRow, KeySection, holders, sections_of, shown
 from sparse_rl.recipe.load import KINDS
 from sparse_rl.recipe.options import PASSED_THROUGH, PREFIXES, REFUSED
 from trainer import options as in_training
@@ -129,6 +132,12 @@ options of TRL's scripts and of older versions of TRL, which are refused.
 
 | option | treatment in sparse-rl |
 |---|---|"""
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """Return key -> default (MISSING if required) at one level of the YAML, with the keys of flat fields."""
+    fields = ((holder, f) for holder in holders(cls) for f in dataclasses.fields(holder))
+    return {f.name: default_of(f) for holder, f in fields if f.name in own_fields(holder)}
 
 
 def trl_page() -> str:

@@ -69,15 +69,12 @@ class Worker:
             )
         self.replies = self.socket.makefile("rb")
         try:
-            self._exchange(b"", START_LIMIT)
+            self.ask(b"", START_LIMIT)
         except OSError as problem:
             raise RuntimeError(f"{module} did not start ({sys.executable}): {problem}") from problem
 
     def ask(self, message: bytes, seconds: float) -> dict[str, Any]:
         """Return the worker's reply. Raises TimeoutError without one in `seconds`, and ConnectionError if it died."""
-        return self._exchange(message, seconds)
-
-    def _exchange(self, message: bytes, seconds: float) -> dict[str, Any]:
         self.socket.settimeout(seconds)
         try:
             self.socket.sendall(message)
@@ -109,7 +106,6 @@ class WorkerPool:
     """A pool of at most `size` workers, which are started when they are needed.
 
     module : module of this package, whose `main` the workers run
-    environment : environment variables of the workers
     """
 
     def __init__(self, module: str, size: int, environment: Mapping[str, str]) -> None:

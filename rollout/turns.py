@@ -133,7 +133,6 @@ class ToolCalls(threading.Thread):
     A thread cannot be ended: a tool that is late goes on, and its conversation must use it no further.
 
     answers : messages of the tools so far; a tool that raises anything, SystemExit included, answers with the error
-    failures : number of calls that failed
     calling, began : name of the present tool, and the time at which its call began
     ended : True if no further call is made, because the conversation has ended
     """

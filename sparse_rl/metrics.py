@@ -41,7 +41,6 @@ def no_lesson(metrics: Mapping[str, Any], zero_truncated: bool) -> tuple[str, in
     """Return the reason, with its mend, why nothing can be learnt from the rewards of a GRPO batch. None: it may teach.
 
     metrics : TRL's metrics of the batch, or of a line of the log
-    zero_truncated : the recipe's zero_truncated_advantages
 
     The second value is the number of such batches in a row that should be reported.
     """

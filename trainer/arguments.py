@@ -65,7 +65,6 @@ def training_options(
 ) -> dict[str, Any]:
     """Return the options that transformers' and TRL's training arguments share. Set up DeepSpeed if `launch` uses it.
 
-    dtype : dtype of the computation
     more : further options of TRL and transformers, name -> value; they override all other options
     """
     deepspeed = deepspeed_config(launch)

@@ -319,9 +319,7 @@ class DistillConfig(Configuration):
     ) -> None:
         """Raise UserError if these settings do not work with the other settings of a distillation.
 
-        scorers : True if the scorers of the cache are trained
         save_steps : number of steps between checkpoints; 0 for none
-        cached_teacher : True if the teacher is a teacher cache
         prompt_cache : settings for compacting contexts; None if none is compacted
         """
         if scorers and self.packing:
@@ -549,7 +547,6 @@ def check_ahead(
     accumulation : number of micro-batches of an update
     steps : number of micro-batches of a pass over a generation
     served : True if the engine samples elsewhere, with weights of its own
-    tools : True if conversations with tools are sampled
     """
     if not isinstance(rollout, GRPORolloutConfig) or not rollout.ahead:
         return
@@ -572,7 +569,6 @@ def check_turns(
 ) -> None:
     """Raise UserError if conversations with tools cannot be sampled and trained under these settings.
 
-    compacts : True if contexts are compacted
     recorded : True if rollouts are recorded, and nothing is sampled
     """
     if compacts:

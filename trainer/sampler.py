@@ -31,7 +31,6 @@ class SamplerSettings:
 
     place : directory or hub name of the start model; "" for a module that was not loaded from one
     policy : cache policy under which the training samples
-    rollout : settings of the engine
     engine : the engine, if the caller has made one
     prompt_cache : settings for compacting contexts; None if the training compacts none
     """
@@ -59,7 +58,6 @@ class SamplerSettings:
         cache : the cache policy, as `make_policy` takes it; None means the policy saved with the model, or a full cache
         rollout : keys of the block `rollout` of a recipe; the engine is hf unless it is given
         engine : an engine made by the caller, which has a policy of its own; or None
-        lora : True if LoRA adapters are trained
         prompt_cache : keys of the block `prompt_cache` of a recipe; None compacts no context
 
         Raises UserError if a setting is wrong, or the training cannot sample under these settings.
@@ -114,7 +112,6 @@ class SamplerSettings:
 
         live : module, or directory, from which an engine samples that can sample from a live module
         copied : directory whose weights another engine loads
-        student : the module that is trained
         prompt, completion : maximum numbers of tokens; None means unknown
         about : prompts about contexts, which `prompt_cache` needs
         """

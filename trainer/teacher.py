@@ -42,7 +42,6 @@ class TeacherFacts:
 
     source : directory or Hub name from which the teacher was loaded
     teacher : fingerprint of the teacher's weights
-    dtype : dtype of the stored log-probs
     """
 
     source: str

@@ -273,7 +273,6 @@ class EvalRow(CacheRow):
 class TaskPoint(Point):
     """One task under one cache policy, or after one compaction of its contexts: a line for each completion.
 
-    model : name of the model that is evaluated
     cache : the policy, or the settings of the compaction
     reference : point of the full cache, whose answers are scored under this point's cache, too (contexts.py). By
         default the point of a full context is its own reference, and any other point has None
@@ -327,7 +326,6 @@ class TaskPoint(Point):
         """Score the completions of some problems, and write them to the journal.
 
         problems, sampled : indices of the problems, and their rollouts or conversations, problem by problem
-        seconds : time that the engine took
         cache : the engine's policy, or the name and the settings of a compaction
         scored : further keys and values of the line of each rollout, if any
         more : further keys and values of all lines

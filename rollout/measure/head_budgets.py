@@ -33,7 +33,6 @@ class Settings:
     cache : settings of the compactions; their ratio is not used
     ratios, base : ratios of the head that is varied, and the ratio of all other heads
     global_ratios : ratios at which the keys of all heads compete
-    sampling : settings of the answers
     shape : number of layers, number of kv heads in a layer
     identity : digest of everything else that determines the results, except the contexts
     """

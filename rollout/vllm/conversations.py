@@ -31,7 +31,6 @@ class KeptConversation:
     """A conversation between two turns. `rollout`, `evict_at` and `entries` are set when the turn before has ended.
 
     sampling : settings of its turns so far
-    name : name of the entries in the workers
     lost : True if the workers no longer have them
     evict_at : int32 [L, Hkv, S], the evictions of `rollout`, also those that no query could observe so far
     entries : number of entries per kv head
@@ -54,7 +53,6 @@ class KeptConversation:
 class TurnRequest(Request):
     """The request of one turn.
 
-    policy : the engine's policy
     next : what is to be held of the conversation after this turn, if it is kept
     """
 

@@ -329,7 +329,6 @@ def map_numbers(
 
     cells : float32 [R, R], the largest attention in a cell of `size` queries (rows) and tokens (columns), NaN for cells
         in which no query sees a token
-    layer : index of the layer in the model
     heads, kv_head : the query heads whose mean the cells show, and their kv head
     """
     numbers: dict[str, Any] = {

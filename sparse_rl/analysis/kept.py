@@ -155,7 +155,6 @@ def kept_heads(
 
     ids : token ids of prompt and completion, one for each token of the trace
     strings : function from token ids to the text of each token
-    line : line of the sequence in completions.jsonl
     last : maximum number of tokens; None means LAST_TOKENS
     """
     first, end = evictable(trace, fingerprint)

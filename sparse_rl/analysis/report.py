@@ -284,7 +284,6 @@ def packed(
     codes : [layers][kv heads][S] in one byte or, if `wide`, two, low bytes first; deflated, in base 64
     paged : true if tokens of closed pages are read through summaries, and are shown as not held
 
-    strings : the text of each token
     spans : of a conversation, the parts of the completion that were sampled (`Rollout.spans`)
     """
     parts = [[prompt, "completion", False]]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pandas
+from rich.filesize import decimal
 from rich.table import Table
 
 from sparse_rl.analysis.drawing import NAME_WIDTH, method_colours, new_grid, save_figure
@@ -75,7 +76,7 @@ def _batch(row: Mapping[str, Any]) -> str:
 def _speed_cells(row: Mapping[str, Any]) -> list[str]:
     if "failure" in row:
         return [row["failure"]]
-    shown: dict[str, Callable[[float], str]] = {
+    shown: dict[str, Callable[..., str]] = {
         "tokens_per_second": _number,
         "spread": lambda value: f"{50 * value:.0f}%",
         "ratio_to_full": "{:.2f}".format,
@@ -83,8 +84,8 @@ def _speed_cells(row: Mapping[str, Any]) -> list[str]:
         "step_ms": "{:.2f}".format,
         "compaction_ms": "{:.2f}".format,
         "compaction_share": "{:.1%}".format,
-        "cache_bytes": _bytes,
-        "peak_bytes": _bytes,
+        "cache_bytes": decimal,
+        "peak_bytes": decimal,
     }
     return ["–" if row.get(key) is None else show(row[key]) for key, show in shown.items()]
 
@@ -121,14 +122,6 @@ def contexts_table(rows: Rows) -> Table:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 # ---- picture --------------------------------------------------------------------------------------------------------

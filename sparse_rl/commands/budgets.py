@@ -44,7 +44,6 @@ def run(options: argparse.Namespace, session: Session) -> int:
 class BudgetsMeasurement(Measurement):
     """A measurement of head budgets, checked as far as possible before the model is loaded.
 
-    questions : name of a task -> its questions
     chosen : for each context, the name of its task, and the indices of the questions that are asked
     """
 

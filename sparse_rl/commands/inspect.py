@@ -45,8 +45,9 @@ def run(options: argparse.Namespace, session: Session) -> int:
 
 def summary(statistics: Mapping[str, Any]) -> dict[str, str]:
     """Return a summary of a file of traces, from `trace_statistics`: name -> line of text."""
+    from rich.filesize import decimal
+
     from sparse_rl.analysis.traces import HELD, UNPAGED, opened_words
-    from sparse_rl.commands.memory import show
 
     def at_the_end(name: str) -> str:
         spread = statistics[name]
@@ -67,5 +68,5 @@ def summary(statistics: Mapping[str, Any]) -> dict[str, str]:
     for name, section in statistics["sections"].items():
         sizes = section["shape"].items()
         shape = " × ".join(f"{size} {axis.replace('_', ' ')}{'s' * (size != 1)}" for axis, size in sizes)
-        lines[name] = f"{show(section['bytes'])}; in the first trace {shape} of {section['dtype']}"
+        lines[name] = f"{decimal(section['bytes'])}; in the first trace {shape} of {section['dtype']}"
     return lines

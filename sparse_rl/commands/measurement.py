@@ -33,7 +33,6 @@ NOT_CHECKED = "the values of the weights; memory (sparse-rl doctor RECIPE)"
 class Measurement(ABC):
     """A measurement of one model, checked as far as possible before the model is loaded.
 
-    run : the recipe of this model, resolved
     files : names of the file of results and of the journal, in the recipe's output_dir
     told : topics of `findings` that are printed before the measurement
     not_checked : what a dry run does not check

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal as show
 
 from rollout.context.cache import context_bytes
 from rollout.context.compact import stored_queries
@@ -65,15 +66,6 @@ def device_memory() -> int | None:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
-def show(size: float) -> str:
-    """Format a number of bytes with a unit (powers of 1000)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 @dataclass(frozen=True)
 class Item:
     """Bytes that one process holds on its device and in host memory.
@@ -108,7 +100,7 @@ class Plan:
         return sum(item.host for item in self.items)
 
 
-def verdict(need: float, have: float, where: str) -> str:
+def verdict(need: int, have: int, where: str) -> str:
     """Return one line that says whether `need` bytes fit into the `have` bytes of the memory `where`."""
     word = "does not fit" if need > have else "tight" if need > TIGHT * have else "fits"
     return f"{where}: {word}, about {show(need)} of {show(have)}"

@@ -33,7 +33,6 @@ _ENTRY = re.compile(r"(\w+(?:, \w+)*) : (.*)")
 class KeyRow:
     """One key, as texts to display.
 
-    key : dotted name of the key
     default : default in YAML; REQUIRED if the key has no default; empty for a block, whose keys have their own defaults
     file : for a block, the file that defines its keys; else empty
     """
@@ -92,12 +91,6 @@ def holders(cls: type) -> Iterator[type]:
     yield cls
     for held in flat_fields(cls).values():
         yield from holders(held)
-
-
-def defaults(cls: type) -> dict[str, Any]:
-    """Return key -> default (MISSING if required) at one level of the YAML, with the keys of flat fields."""
-    fields = ((holder, f) for holder in holders(cls) for f in dataclasses.fields(holder))
-    return {f.name: default_of(f) for holder, f in fields if f.name in own_fields(holder)}
 
 
 # ---- rows and sections -------------------------------------------------------------------------------------

@@ -550,7 +550,7 @@ def test_doctor_prints_versions_and_the_memory_of_a_recipe(workdir, capsys):
     assert main(["doctor", "eval.yaml"]) == 0
 
 
-@pytest.mark.parametrize(("gpu", "size"), [("80", "80.0 GB"), ("0.5", "500 MB"), ("h200", "150 GB")])
+@pytest.mark.parametrize(("gpu", "size"), [("80", "80.0 GB"), ("0.5", "500.0 MB"), ("h200", "150.1 GB")])
 def test_doctor_plans_for_a_gpu_that_is_not_here(gpu, size, workdir, capsys):
     """Of the machine itself, nothing is compared: neither its memory nor its attention kernels."""
     assert main(["doctor", "grpo.yaml", "rollout={engine: auto}", "--gpu", gpu, "data.max_prompt_tokens=24"]) == 0

@@ -19,7 +19,7 @@ from rollout.vllm.memory import beside_cache
 from sparse_rl.attention.families import cache_shape
 from sparse_rl.commands import memory
 from sparse_rl.commands.doctor import fit
-from sparse_rl.commands.memory import Item, Plan, show, verdict, verdicts
+from sparse_rl.commands.memory import Item, Plan, verdict, verdicts
 from sparse_rl.data.config import DataConfig, SyntheticConfig
 from sparse_rl.data.problems import load_data
 from sparse_rl.data.synthetic import TASKS, RunningSum
@@ -603,14 +603,6 @@ def test_verdict_says_if_the_plan_fits_the_free_memory():
     assert len(one_verdict) == 1
     assert "2 processes" in one_verdict[0]
     assert "tight" in one_verdict[0]
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (14_680_064, "14.7 MB"), (999_950, "1.0 MB"), (1.5e13, "15.0 TB")],
-)
-def test_sizes_are_readable(size, text):
-    assert show(size) == text
 
 
 def test_a_distillation_counts_its_teacher_and_its_simulating_model(tmp_path):

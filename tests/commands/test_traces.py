@@ -187,8 +187,8 @@ def test_any_declared_section_is_shown(tmp_path, with_visits, capsys):
     traces = [with_visits(EvictionTrace.dense(2, 2, 9), places) for places in ([1, 4], [2])]
     save_traces(file, traces, {})
     text = output_of(capsys, "inspect", file)
-    assert "12 B; in the first trace 2 visits of int32" in text
-    assert "24 B; in the first trace 2 visits × 2 layer" in text
+    assert "12 bytes; in the first trace 2 visits of int32" in text
+    assert "24 bytes; in the first trace 2 visits × 2 layer" in text
     mixed = EvictionTrace(TRACES[0].evict_at, {**TRACES[0].further, **traces[0].further})
     save_traces(file, [mixed], {})
     text = output_of(capsys, "inspect", file)

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from docs.reference import KEYS, OURS, THEIRS, trl_page
+from docs.reference import KEYS, OURS, THEIRS, defaults, trl_page
 from sparse_rl.config import yaml_fields
 from sparse_rl.errors import UserError
 from sparse_rl.recipe import KINDS, GRPORecipe, make_recipe
-from sparse_rl.recipe.keys import defaults
 from sparse_rl.recipe.options import PASSED_THROUGH, PREFIXES, REFUSED, refusal
 from sparse_rl.recipe.run import TrainRecipe
 from trainer import options

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 import yaml
 
+from docs.reference import defaults
 from rollout.config import RolloutConfig
 from sparse_rl import recipe as recipes
 from sparse_rl.config import NamedConfiguration, yaml_fields
@@ -14,7 +15,6 @@ from sparse_rl.errors import UserError
 from sparse_rl.methods.config import CONFIGS, FullConfig, SnapKVConfig, StreamingConfig, TovaConfig
 from sparse_rl.recipe import KINDS, TrainRecipe, load_recipe, make_recipe
 from sparse_rl.recipe import load as recipe_loading
-from sparse_rl.recipe.keys import defaults
 from sparse_rl.recipe.options import PASSED_THROUGH
 from sparse_rl.recipe.yaml_text import dump_yaml, parse_yaml
 from trainer.config import GuardConfig, LaunchConfig, LoraConfig, Scheduler

@@ -529,7 +529,6 @@ class SparseGRPOTrainer(Resumable, GRPOTrainer):
 
         ids, mask : token ids, and 1 for tokens and 0 for padding, int64 [rows, width]
         keep : width of the completions, the last columns of `ids`
-        traces : trace of each row
         """
         width, args, device = ids.shape[1], self.args, ids.device
         starts, columns = mask.long().argmax(-1)[:, None], torch.arange(width, device=device)
