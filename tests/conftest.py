@@ -166,10 +166,14 @@ def tally(record_property):
     return add
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="of the selected tests, run the K-th and each N-th after it")
+
+
+@pytest.hookimpl(wrapper=True)  # before pytest selects by marks, and after it
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Any:
     """Mark as slow all but n cases of a test with the mark few(n). These n are evenly spread over its cases, the first
-    and the last among them.
+    and the last among them. Then select the part that `--part` names.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -183,6 +187,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, item in enumerate(of_test):
             if place not in run:
                 item.add_marker("slow")
+    result = yield
+    if part := config.getoption("part"):
+        first, step = map(int, part.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items, 1) if (i - first) % step])
+        items[:] = items[first - 1 :: step]
+    return result
 
 
 def pytest_collection_finish() -> None:
