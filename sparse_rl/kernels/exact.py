@@ -65,7 +65,7 @@ def computing_dtype(query: Tensor, value: Tensor) -> torch.dtype:
 
 
 ROWS = 16
-ROW_WISE = (F.linear, F.silu)  # a decoder's row-wise functions whose rounding depends on the number of rows
+ROW_WISE = (F.linear, F.silu, F.gelu)  # a decoder's row-wise functions whose rounding depends on the number of rows
 
 
 def padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

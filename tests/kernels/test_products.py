@@ -27,6 +27,8 @@ def test_few_rows_round_like_many_rows(inner: int, rows: int) -> None:
         assert torch.equal(F.linear(x[None, :rows], weight, bias), few[None])
         assert torch.equal(F.silu(x[:rows]), F.silu(x)[:rows])
         assert torch.equal(F.silu(x[:rows], inplace=False), F.silu(x)[:rows])
+        tanh = {"approximate": "tanh"}  # Gemma's
+        assert torch.equal(F.gelu(x[:rows], **tanh), F.gelu(x, **tanh)[:rows])
 
 
 def test_only_float32_rows_are_padded() -> None:

@@ -501,7 +501,7 @@ def test_each_perplexity_recipe_runs_at_a_small_size(name, tiny_model, tmp_path)
     (tmp_path / "book.txt").write_text("Qa1b2c3?a1A1;" * 20)
     overrides = [f"model={tiny_model('qwen3', True)}", f"text={tmp_path}/book.txt", f"output_dir={tmp_path / 'run'}"]
     overrides += ["dtype=float32", "rollout.engine=hf"]
-    short = ["prompt_tokens=16", "completion_tokens=16", "pieces=8"]
+    short = ["prompt_tokens=16", "completion_tokens=16", "pieces=2"]
     swept = "sweep={policy: [full, streaming, h2o], cache: {budget: [8, 12]}}"
     rows = measure(load_recipe(name, [*overrides, *short, swept]), False)
     assert [(row.policy, row.parameters.get("budget")) for row in rows] == [
