@@ -206,7 +206,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize(("kind", "writes"), [(kind, writes) for kind, counts in WRITES.items() for writes in counts])
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 def test_an_interrupted_measurement_continues(kind, writes, recipe_of, tmp_path, model, sampled):
     """Only what is unfinished is sampled, and results equal those of a run without an interrupt."""
     rows = [{"text": CONTEXTS[i % 2], "prompt": f"Q{c}?", "answer": "1"} for i, c in enumerate("abcde")]

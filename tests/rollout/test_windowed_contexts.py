@@ -82,7 +82,7 @@ def compacted(engine: HFEngine, texts: list[list[int]], setting: str, **changed:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.few(2)
+@pytest.mark.few(5)
 def test_continuations_equal_one_plain_pass(setting: str) -> None:
     """Prompts of 1, 7 and 25 tokens in one batch. Controls: a window of 11 or 13, none, the entries of another layer,
     and windows that forget the context."""

@@ -192,7 +192,7 @@ OUR_RUNS: dict[str, Watch] = {}  # our runs by name of the options, each run onc
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 def test_losses_gradients_and_metrics_equal_trls(name, run_ours, run_trl):
     result, sampled = run_ours(OPTIONS[name])
     expected = run_trl(OPTIONS[name], sampled)

@@ -51,7 +51,7 @@ def gaps(lines: list[dict]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.few(4)
+@pytest.mark.few(6)
 def test_the_gap_is_at_most_1e_5(name, grpo):
     """The gap is measured once for each sampling, before top-p and top-k. Then the importance ratio is 1, so that a
     correction changes nothing.

@@ -29,7 +29,7 @@ def quickstart_prompts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("policy_name", "period"), CELLS)
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 def test_replay_equals_sampling(policy_name: str, period: int, open_engine: Callable) -> None:
     """Control: under each wrong trace the gap is at least 1e-3, and at least 100 times the true gap."""
     policy, prompts = policy_of(policy_name, budget=64, window=8, period=period), random_prompts(LENGTHS, seed=1)

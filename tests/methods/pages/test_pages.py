@@ -129,7 +129,7 @@ def clustered_by_loop(
 
 
 @pytest.mark.parametrize("changed", [*CHANGES, *FOR_EVALUATION], ids=str)
-@pytest.mark.few(3)
+@pytest.mark.few(6)
 def test_sampler_and_trainer_follow_the_equations(changed: dict, tally: Callable) -> None:
     """Random tensors go through the engine's cache and the trainer's view: outputs, opened pages, times, weights."""
     policy, generator = make_policy({**CACHE, **changed}), torch.Generator().manual_seed(0)

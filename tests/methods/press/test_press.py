@@ -89,7 +89,7 @@ def sampled(model: Any, name: str, ratio: float = 0.5, prompts: list[list[int]] 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", PRESSES)
-@pytest.mark.few(4)
+@pytest.mark.few(7)
 def test_a_press_gives_the_tokens_of_kvpress(name: str, family: str) -> None:
     rollouts = sampled(tiny_model(family), name)
     press = getattr(kvpress_module(), name)(compression_ratio=0.5, **PRESSES[name])
