@@ -188,6 +188,7 @@ def all_logprobs(model: torch.nn.Module, rollout: Rollout, through: bool = True)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.few(1)
 def test_gradients_equal_finite_differences(seed: int) -> None:
     """In float64, along a random direction of all weights. Control: gradients that do not flow through the fits."""
     model, tokenizer = model_of("quickstart"), load_tokenizer(str(model_directory("quickstart/model")))
