@@ -88,7 +88,7 @@ def is_slow(model: str, policy: str, period: int) -> bool:
         if cell[0] not in CALIBRATED or model not in UNCALIBRATED
     ],
 )
-@pytest.mark.few(41)
+@pytest.mark.few(31)
 def test_replay_equals_sampling(policy_name, period, model_name, model_of, policy_of, prompts_of, tally):
     """Control: under each wrong trace the gap is at least 100 times the true gap (`check_cell`)."""
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=period)

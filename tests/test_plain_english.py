@@ -43,10 +43,11 @@ def bad_openings(tree: ast.AST) -> list[str]:
 
 def empty_names(tree: ast.AST) -> list[str]:
     """Return "line: name" of each local variable with an empty name. Fields of classes are not checked."""
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    empty = {node for node in names if isinstance(node.ctx, ast.Store) and node.id in EMPTY_NAMES}
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    nodes = {node for function in functions for node in ast.walk(function) if isinstance(node, ast.Name)}
-    stored = (node for node in nodes if isinstance(node.ctx, ast.Store) and node.id in EMPTY_NAMES)
-    return [f"{node.lineno}: {node.id}" for node in stored]
+    local = {node for function in functions for node in ast.walk(function)} if empty else set()
+    return [f"{node.lineno}: {node.id}" for node in empty & local]
 
 
 def test_code_is_written_in_plain_english():

@@ -87,7 +87,7 @@ ALL = [(name, setting) for name in MODELS for setting in SETTINGS]
     ("name", "setting"),  # each setting with two models by default
     [pytest.param(*pair, marks=[] if (i + i // 13) % 2 else pytest.mark.slow) for i, pair in enumerate(ALL)],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_trainer_recomputes_the_entries_of_a_compacted_context(name: str, setting: str, tally: Callable) -> None:
     """A trace records kept tokens and reference queries alone; replay in any batch and the dense reference recompute
     biases and values."""

@@ -42,7 +42,7 @@ WINDOW = {  # sliding windows of 12 tokens in layers 0 and 2, shorter than most 
     [*((family, {}) for family in FAMILIES), *((family, WINDOW) for family in WINDOWED)],
     ids=lambda value: value if isinstance(value, str) else "windows" if value else "",
 )
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 def test_a_full_cache_computes_what_transformers_computes(family: str, window: dict) -> None:
     """Engine and trainer differ by at most twice eager attention's own error from float64, with and without sliding
     windows. Control: a window of 8 tokens gives at least 0.1."""

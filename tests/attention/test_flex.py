@@ -60,7 +60,7 @@ def log_sum_exp(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torc
 
 @ORDERS
 @pytest.mark.parametrize("layout", ["right", "left", "packed"])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_flex_output_lse_and_gradients_equal_the_dense_reference(
     layout: str, in_segments: bool, flex_trains: list[bool]
 ) -> None:

@@ -151,7 +151,7 @@ def test_tiles_are_right_if_a_whole_tile_is_evicted_at_the_edge_of_another(end: 
 
 
 @pytest.mark.parametrize("policy", SAMPLED)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_tiles_are_right_under_every_policy(policy: str) -> None:
     """As recorded by the engine `hf`. One prompt is longer than the budget of 64."""
     cache_policy = policy_of(policy, budget=64, window=8, period=16)

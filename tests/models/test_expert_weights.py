@@ -184,6 +184,7 @@ def test_a_routers_bias_counts_and_layers_behind_the_last_do_not(tmp_path: Path)
     assert fingerprint(model) != expected
 
 
+@pytest.mark.few(2)
 def test_a_checkpoint_is_loaded_with_one_copy_in_memory(
     folder: Path, model: PreTrainedModel, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

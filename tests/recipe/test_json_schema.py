@@ -323,7 +323,7 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_the_schema_agrees_with_the_loader_for_each_key(kind: str) -> None:
     """Each key gets several values, and each block an unknown key. The schema accepts all recipes that the loader
     accepts, and refuses those that the loader refuses for their shape."""

@@ -166,7 +166,7 @@ DRY = ("train", "eval", "rollout", "perplexity", "budgets", "bench")  # the comm
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if words_of(c)[0] == "sparse-rl"])
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 def test_a_command_passes_its_dry_run(command, stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name, *words = words_of(command)[1:]

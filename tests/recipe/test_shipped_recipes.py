@@ -32,8 +32,9 @@ from sparse_rl.recipe import (
 
 ROOT = Path(__file__).parents[2]
 NAMES = list_recipes()
-TRAINING_RECIPES = [name for name in NAMES if isinstance(load_recipe(name), TrainRecipe)]
-EVALUATION_RECIPES = [name for name in NAMES if load_recipe(name).kind == "eval"]
+RECIPES = {name: load_recipe(name) for name in NAMES}
+TRAINING_RECIPES = [name for name in NAMES if isinstance(RECIPES[name], TrainRecipe)]
+EVALUATION_RECIPES = [name for name in NAMES if RECIPES[name].kind == "eval"]
 DATA = ROOT.parent / "shared/data"
 WRAPPED = {"packing": True, "packing_strategy": "wrapped"}  # TRL's options of the workshop paper's first phase
 TOOLS = {"turns/grpo": {"max_tool_calling_iterations": 6}, "turns/sft": {"assistant_only_loss": True}}
@@ -407,7 +408,7 @@ def test_accelerate_configurations_start_8_processes_and_set_no_zero_stage():
 
 
 @pytest.mark.parametrize("name", TRAINING_RECIPES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_each_recipe_trains_at_a_small_size(name, stand_ins, tmp_path, monkeypatch):
     from sparse_rl.commands.train import train
     from sparse_rl.metrics import read_metrics
@@ -493,7 +494,7 @@ def test_each_evaluation_runs_at_a_small_size(name, tiny_model, problems_for, tm
     assert {row.task for row in rows} == set(recipe.tasks)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if load_recipe(name).kind == "perplexity"])
+@pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].kind == "perplexity"])
 @pytest.mark.few(1)
 def test_each_perplexity_recipe_runs_at_a_small_size(name, tiny_model, tmp_path):
     from sparse_rl.commands.perplexity import measure
@@ -501,7 +502,7 @@ def test_each_perplexity_recipe_runs_at_a_small_size(name, tiny_model, tmp_path)
     (tmp_path / "book.txt").write_text("Qa1b2c3?a1A1;" * 20)
     overrides = [f"model={tiny_model('qwen3', True)}", f"text={tmp_path}/book.txt", f"output_dir={tmp_path / 'run'}"]
     overrides += ["dtype=float32", "rollout.engine=hf"]
-    short = ["prompt_tokens=16", "completion_tokens=16", "pieces=8"]
+    short = ["prompt_tokens=16", "completion_tokens=16", "pieces=2"]
     swept = "sweep={policy: [full, streaming, h2o], cache: {budget: [8, 12]}}"
     rows = measure(load_recipe(name, [*overrides, *short, swept]), False)
     assert [(row.policy, row.parameters.get("budget")) for row in rows] == [
@@ -516,7 +517,7 @@ def test_each_perplexity_recipe_runs_at_a_small_size(name, tiny_model, tmp_path)
     assert len(set(different)) == len(different)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if load_recipe(name).kind == "budgets"])
+@pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].kind == "budgets"])
 def test_each_recipe_of_head_budgets_runs_at_a_small_size(name, stand_ins):
     from sparse_rl.commands.budgets import measure
 

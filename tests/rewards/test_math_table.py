@@ -1,6 +1,6 @@
 """The math reward judges two tables correctly: math_accepted.txt and math_rejected.txt, with lines `true answer =>
 completion`. In math_pairs.txt, whose verdicts were written first, it accepts no wrong answer and refuses at
-most 3 % of the right ones. `make test` judges a quarter of each table, and the wrong pairs."""
+most 3 % of the right ones. `make test` judges an eighth of each table, and a quarter of the wrong pairs."""
 
 from collections import Counter
 from pathlib import Path
@@ -31,25 +31,27 @@ def math_reward() -> MathReward:
     return MathReward(timeout=20, workers=1)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize(("table", "reward"), [("accepted", 1.0), ("rejected", 0.0)])
 @pytest.mark.few(2)
 def test_every_line_of_the_table_has_its_reward(math_reward: MathReward, table: str, reward: float, part: int) -> None:
-    golds, completions = zip(*rows(table)[part::4], strict=True)
+    golds, completions = zip(*rows(table)[part::8], strict=True)
     rewards = math_reward(list(completions), answer=list(golds))
     wrong = [f"{g} => {c}: {r}" for g, c, r in zip(golds, completions, rewards, strict=True) if r != reward]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(golds)}", *wrong])
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("table", "reward", "share"), [("wrong", 0.0, 0.0), ("right", 1.0, 0.03)])
+@pytest.mark.parametrize(
+    ("table", "every", "reward", "share"), [("wrong", 4, 0.0, 0.0), ("wrong", 1, 0.0, 0.0), ("right", 1, 1.0, 0.03)]
+)
 def test_pairs_that_were_written_first_are_judged_right(
-    math_reward: MathReward, table: str, reward: float, share: float
+    math_reward: MathReward, table: str, every: int, reward: float, share: float
 ) -> None:
-    golds, completions = zip(*rows(table), strict=True)
+    golds, completions = zip(*rows(table)[::every], strict=True)
     rewards = math_reward(list(completions), answer=list(golds))
     wrong = [f"{g} => {c}: {r}" for g, c, r in zip(golds, completions, rewards, strict=True) if r != reward]
-    assert len(golds) > 150
+    assert len(golds) > 150 / every
     assert len(wrong) <= share * len(golds), "\n".join([f"{len(wrong)} of {len(golds)}", *wrong])
 
 

@@ -31,7 +31,7 @@ MODELS = ["quickstart", "stories260K", "qwen3", "llama"]
 
 @pytest.mark.parametrize("changed", [{}, {"select": "omp"}, {"policy": "evict"}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_continuations_attend_only_to_kept_entries(name: str, changed: dict) -> None:
     """First 2, last 3 and 30 % of the other tokens. Sampled and simulated log-probs are those of a slow reference."""
     engine, (tokens, *questions) = engine_of(name), prompts_of(name, [60, 1, 7])

@@ -146,7 +146,7 @@ def check_record(turns: list[Conversations]) -> None:
 
 @pytest.mark.parametrize("model_name", ["qwen3", "quickstart", "stories260K"])
 @pytest.mark.parametrize("policy_name", NAMES)
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 def test_replay_equals_sampling_in_every_turn(policy_name: str, model_name: str, tally: Any) -> None:
     if "layered" in policy_name and len(model_of(model_name).model.layers) != 2:
         pytest.skip("the layers of this policy are those of a model of two")

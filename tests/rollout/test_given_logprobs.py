@@ -27,7 +27,7 @@ LENGTHS = (1, 30, 9, 2, 13)
 @pytest.mark.parametrize(("piece", "max_batch"), [(8, 64), (1024, 2)])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_log_probs_equal_those_of_simulate(
     name: str, settings: dict, max_batch: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ BUDGET = 16
     ],
 )
 @pytest.mark.parametrize("policy_name", SAMPLED)
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_rows_do_not_depend_on_the_batch(policy_name: str, model_name: str, temperature: float) -> None:
     model, prompts = model_of(model_name), prompts_of(model_name, LENGTHS)
     policy = policy_of(policy_name, budget=BUDGET, window=4, period=3)

@@ -33,7 +33,7 @@ def rollouts_of(model: Any, policy: Any, prompts: list[list[int]], tokens: int =
 @pytest.mark.parametrize("prefill", ["dense", "masked"])
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["qwen3", "quickstart", "stories260K"])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_decoding_evicts_as_training_does(family: str, scorer: str, prefill: str, tally: Callable) -> None:
     """As the running top-k of training's scores, except for ties in 1 % of the heads. Control: wrong traces."""
     policy = learned_policy(scorer, BUDGET, prefill=prefill)

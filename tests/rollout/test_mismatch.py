@@ -47,7 +47,7 @@ def test_acceptance_is_the_mean_of_the_ratio_cut_at_1() -> None:
     """Over many samples of one token: E[min(ratio, 1)] = sum of min(p_full, p_small). The ratio itself has mean 1."""
     model, (prompt,) = model_of("quickstart"), prompts_of("quickstart", (60,))
     policy = policy_of("streaming", budget=12, sinks=1, period=4)
-    rollouts = make_engine("hf", model=model, policy=policy).generate([prompt] * 600, SamplingConfig(2, seed=3))
+    rollouts = make_engine("hf", model=model, policy=policy).generate([prompt] * 300, SamplingConfig(2, seed=3))
     second = [
         score(model, r, 1.0)
         for r in rollouts

@@ -162,6 +162,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("command", ["eval", "rollout", "perplexity"])
+@pytest.mark.few(5)
 def test_a_command_reports_a_log_prob_that_is_not_finite_in_one_line(
     command: str, dtype: str, spoilt: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:

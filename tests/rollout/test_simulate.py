@@ -18,7 +18,7 @@ def sampled(engine: object, prompts: list[list[int]], tokens: int = 40) -> list[
 
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("name", SAMPLED)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_simulated_evictions_equal_the_sampled_ones(name: str, period: int) -> None:
     """Log-probs are equal up to 1e-6, because rows leave the batch at other times."""
     policy = policy_of(name, budget=10, window=4, period=period)

@@ -40,7 +40,7 @@ def sampled(name: str, policy: str = "gkv", tokens: int = 40, n: int = 2, **cut:
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_log_probs_among_the_supports_are_the_samplers(name, cut, temperature, tally):
     """Granite divides its logits by 3, so a small min_p keeps all. With top-k supports are ids, else mostly bits."""
     trained, cut = name in TRAINED, {"min_p": 0.6} if name == "granite" and "min_p" in cut else cut
@@ -50,7 +50,7 @@ def test_log_probs_among_the_supports_are_the_samplers(name, cut, temperature, t
 
 @pytest.mark.parametrize("policy", SAMPLED)
 @pytest.mark.parametrize("name", ["quickstart", "qwen3_moe", "gemma3_text"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_the_law_holds_under_every_policy(name, policy, tally):
     trained = name in TRAINED
     rollouts = sampled(name, policy, 100 if trained else 30, 4 if trained else 1, top_p=0.95)

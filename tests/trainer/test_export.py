@@ -172,6 +172,7 @@ def test_a_trained_model_keeps_the_files_and_settings_that_training_does_not_lea
 @pytest.mark.parametrize("hangs_up", [False, True])
 def test_a_refusal_of_the_hub_is_an_error_of_one_line(hangs_up, tmp_path, hub, monkeypatch):
     monkeypatch.setattr(hub, "hangs_up", hangs_up)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # between its attempts
     recipe = recipe_of(tmp_path, push_to_hub=True, hub_model_id=REPOSITORY)
     monkeypatch.setattr(hub, "refuses", "/commit/")
     with pytest.raises(StoppedError, match=rf"run/model is complete, but was not pushed to {REPOSITORY} .*`hf upload"):

@@ -143,7 +143,7 @@ RECORDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_the_cross_entropy_of_every_record_is_that_of_the_sampler(name, recipe, recorded, tiny, tmp_path):
     """The first step's cross-entropy is the mean of the recorded log-probs, before truncation."""
     keys = dict(RECORDS[name])

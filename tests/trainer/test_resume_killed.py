@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from trainer_runs import GRPO_KEYS, Bomb, craft, timeless
 
+from sparse_rl.commands.main import main
 from sparse_rl.metrics import read_metrics
 from trainer.checkpoint import checkpoints, damage
 
@@ -168,22 +169,29 @@ def test_a_damaged_checkpoint_is_skipped_and_the_run_ends_like_an_uninterrupted_
     assert text == f"sparse-rl: {line}\n"
 
 
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    """The folder of a recipe and its finished run, which has a checkpoint after each of two steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = {"kind": "sft", "model": tiny("qwen3"), "output_dir": "unset", **COMMON, **RECIPES["sft"], "max_steps": 2}
+    (folder / "sft.yaml").write_text(json.dumps(recipe))
+    assert main(["train", f"{folder}/sft.yaml", f"output_dir={folder}/run"]) == 0
+    return folder
+
+
 @pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.pt"])
-@pytest.mark.few(1)
-def test_no_code_in_a_checkpoint_runs(file, runs):
-    runs.uninterrupted("sft")
-    place, touched_file = runs.folder / "crafted/checkpoint-5", runs.folder / "made"
+def test_no_code_in_a_checkpoint_runs(file, finished, tmp_path, capsys):
+    place, touched_file = tmp_path / "crafted/checkpoint-1", tmp_path / "made"
     contents = (Bomb(touched_file), ["something", "else"], b"nothing that torch has written")
     for content in contents if file == "progress_0.pt" else contents[:1]:
         shutil.rmtree(place.parent, ignore_errors=True)
-        shutil.copytree(runs.folder / "sft-whole/checkpoint-5", place)
+        shutil.copytree(finished / "run/checkpoint-1", place)
         craft(place / file, content)
-        status, output = runs("sft", "crafted", "--resume")
+        status = main(["train", f"{finished}/sft.yaml", f"output_dir={place.parent}", "--resume"])
+        output = capsys.readouterr().err
         assert status == 2, output
         assert not touched_file.exists(), output
-        assert only_line(output).startswith("sparse-rl: error: --resume: crafted/checkpoint-5 cannot be loaded: "), (
-            output
-        )
+        assert only_line(output).startswith(f"sparse-rl: error: --resume: {place} cannot be loaded: "), output
 
 
 PAIRS = (("", 5), ("", 6), ("later-", 6))

@@ -23,7 +23,7 @@ POLICIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("blocks_inside", [True, False], ids=["LB", "BL"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p['policy']}{'' if p.get('redundancy', True) else '-'}")
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_compaction_of_all_layers_takes_few_operators_and_waits(
     policy: dict, blocks_inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

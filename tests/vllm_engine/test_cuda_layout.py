@@ -371,7 +371,7 @@ def cuda_layout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("v2_runner", [False, True])
 @pytest.mark.parametrize("order", MEMORY_ORDERS)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_every_slot_holds_the_expected_entry(seed: int, order: str, v2_runner: bool) -> None:
     """Nine random requests are fed and compacted until they end; no other block is written, and all end up free."""
     pool = Pool(order, v2_runner, seed)

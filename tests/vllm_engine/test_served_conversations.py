@@ -129,7 +129,7 @@ def conversed(folder: Path, policy: Any, read: Sequence[Sequence[list[int]]], se
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_turns_equal_those_of_converse(name: str, serve_here: Callable) -> None:
     """Greedy or seeded, of all three turns of concurrent conversations, of which two begin alike. Control: turns that
     are prefilled, because another owner asks, have other tokens."""

@@ -35,7 +35,7 @@ GREEDY = SamplingConfig(48, temperature=0, ignore_eos=True)
 
 
 @pytest.mark.parametrize(("policy_name", "period", "family"), MATRIX)
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_greedy_tokens_and_traces_equal_the_reference_engines(
     policy_name: str, period: int, family: str, open_engine: Callable
 ) -> None:

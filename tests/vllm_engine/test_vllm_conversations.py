@@ -97,7 +97,7 @@ def case(name: str) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize("chunk", [2048, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_conversations_equal_those_of_the_reference_engine(name: str, chunk: int, open_engine: Callable) -> None:
     """Also the supports of top-p, and if what is read comes in chunks. Each turn evicts; the replay is that of the
     sampler, and of no other trace."""

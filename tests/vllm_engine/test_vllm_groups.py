@@ -65,7 +65,7 @@ def nothing_is_left(engine: Any) -> bool:
 
 @pytest.mark.parametrize("chunk", [2048, 48])
 @pytest.mark.parametrize(("name", "family"), CASES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_samples_of_one_prefill_equal_those_of_separate_prefills(
     name: str, family: str, chunk: int, open_engine: Callable
 ) -> None:

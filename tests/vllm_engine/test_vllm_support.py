@@ -20,7 +20,7 @@ CUTS = [{"top_p": 0.9}, {"top_k": 5, "top_p": 0.95}, {"min_p": 0.05}]
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", ["quickstart", "llama", "granite", "qwen3_moe"])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_log_probs_among_the_supports_are_the_samplers(
     name: str, cut: dict, temperature: float, open_engine: Callable
 ) -> None:

@@ -60,7 +60,7 @@ def with_sections(rollouts: list[Rollout], **sections: Callable[[torch.Tensor], 
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("name", ["quickstart", "stories260K", "qwen3", "llama"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_replay_is_exact(name: str, mix: str, tally: Callable) -> None:
     model, rollouts = sampled(name, block(mix))
     replay_gap = trainer_gap(model, rollouts)
@@ -153,7 +153,7 @@ HYBRIDS = {
 @pytest.mark.parametrize("scorer", ["mlp", "delayed", "immediate"])
 @pytest.mark.parametrize("hybrid", HYBRIDS)
 @pytest.mark.parametrize("prefill", ["dense", "masked"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_learned_layers_beside_others_replay_exactly(prefill: str, hybrid: str, scorer: str) -> None:
     """Control: layers swapped. A learned layer 0 decides as in a model that is learned in all layers."""
     learned = {**LEARNED, "scorer": SCORERS[scorer], "prefill": prefill}

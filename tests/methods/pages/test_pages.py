@@ -240,7 +240,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("name", "changed"), MATRIX)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_replay_is_exact(name: str, changed: dict, tally: Callable) -> None:
     """In one batch and in batches of 3."""
     model, rollouts = sampled(name, **changed)
