@@ -147,9 +147,9 @@ def test_requests_wait_at_a_server_so_that_it_is_always_full(model):
         with server.lock:
             batch = engine.begin(PROMPTS, SamplingConfig(8, n=16, seed=5))
             until = time.monotonic() + 10
-            while server.running < 4 and time.monotonic() < until:
+            while server.requests < 4 and time.monotonic() < until:
                 time.sleep(0.01)
-            assert server.running == 4
+            assert server.requests == 4
         assert len(engine.finish(batch)) == 48
 
 
