@@ -124,8 +124,8 @@ class EvictionConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Any) -> None:
         if (name := own_setting(request, "group")) is not None:
             self.groups.setdefault(name, Holder(name)).waiting += 1
-        elif (name := own_setting(request, "holds")) is not None:
-            self.groups[name].request_id, self.groups[name].tokens = request.request_id, request.num_tokens
+        elif (holder := self.groups.get(own_setting(request, "holds"))) is not None:  # else all samples were aborted
+            holder.request_id, holder.tokens = request.request_id, request.num_tokens
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens that a sample copies from its holder, or whose entries a conversation has kept;

@@ -86,9 +86,9 @@ class RolloutServer:
         self.version = self.recorded = 0
         self.scorers: dict[str, list[str]] | None = None  # their digests
         self.running = self.waiting = 0  # sequences
-        self.requests = 0
         self.updating = False
         self.changed = asyncio.Condition()  # of the version and the three values above
+        self.requests = 0
         self.free: list[int] = []  # places that were given out before, and are not in use
         self.places = 0  # places that were ever given out
         self.tasks: set[asyncio.Task[None]] = set()

@@ -226,6 +226,22 @@ def test_an_interrupted_run_leaves_nothing_to_the_next_engine(open_engine: Calla
     assert nothing_is_left(engine)
 
 
+def test_a_holder_whose_samples_were_aborted_before_it_came_is_a_request_of_its_own(open_engine: Callable) -> None:
+    """In a server, aborts overtake requests."""
+    from vllm import SamplingParams
+
+    from rollout.vllm.compat.arguments import KEY
+
+    engine = open_engine(GKV, shared=True, max_model_len=256)
+    llm, settings = engine.llm.llm_engine, {"place": -1, "seed": 0, "holds": "0"}
+    engine.llm.collective_rpc("begin_run", args=(vars(SAMPLING), []))
+    llm.add_request("-1", {"prompt_token_ids": [5] * 40}, SamplingParams(max_tokens=1, extra_args={KEY: settings}))
+    outputs = [output for _ in range(9) for output in llm.step()]
+    engine.llm.collective_rpc("end_run", args=([],))
+    assert [output.outputs[0].finish_reason for output in outputs if output.finished] == ["length"]
+    assert nothing_is_left(engine)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [(1,), (3, 4), (6, 12, 40)], ids=str)
 def test_preempted_holders_and_samples_do_not_change_results(steps: Sequence[int], open_engine: Callable) -> None:
