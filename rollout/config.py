@@ -60,7 +60,8 @@ class SamplingConfig(Configuration):
     stop_token_ids : tokens that end a completion (the last token of the completion is then a stop token); None means
         the model's end-of-sequence tokens
     ignore_eos : True means no stop tokens if stop_token_ids is None: only max_tokens then ends a completion
-    forced : tokens that replace the sampled tokens in every completion, from completion token `forced_from` on
+    forced : tokens that replace the sampled tokens in every completion, from completion token `forced_from` on; their
+        log-probs are those before truncation
     forced_from : number of completion tokens before the forced ones
     """
 
