@@ -201,6 +201,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def survivors_are_set_aside() -> None:
+    """Exclude what is alive from garbage collection before each module: a pass over all of it takes up to 0.5 s."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # else libraries report a leak when the interpreter ends
 

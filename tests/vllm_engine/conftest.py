@@ -33,10 +33,7 @@ def vllm_is_here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imports_are_set_aside() -> Iterator[None]:
-    """Exclude imported modules from garbage collection: vLLM collects six times per engine, each time 0.3 s or more."""
-    gc.collect()
-    gc.freeze()
+def closed_at_last() -> Iterator[None]:
     yield
     close()
 
@@ -47,7 +44,7 @@ def environment(request: pytest.FixtureRequest) -> Iterator[None]:
     if "open_engine" not in request.fixturenames:
         close()
     fast = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    with mock.patch.dict(os.environ, fast):
+    with mock.patch.dict(os.environ, fast), mock.patch.object(gc, "unfreeze"):  # as an engine does at its end
         yield
 
 
