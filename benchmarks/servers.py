@@ -1,15 +1,15 @@
 """Servers of rollouts: what they cost, written to benchmarks/results/CASE.json. A Linux machine with two cores.
 
-    OMP_NUM_THREADS=1 python benchmarks/servers.py server_take server_throughput     # --small tests that they run
+    OMP_NUM_THREADS=1 python benchmarks/servers.py server_take server_push     # --small tests that they run
 
-The server, or the engine in process, is pinned to core 1, and what asks a server to core 0.
+The server, or the engine in process, is pinned to core 1, and the client to core 0.
 
 server_take         seconds that a finished sequence costs a worker of a server between two steps
-server_throughput   seconds for some sequences: vLLM in process, and a server. With `geometric` lengths, one token in
-                    128 ends a sequence
-server_push         seconds in which a server gets new weights
-server_ahead        GRPO on a server: seconds of a step with `rollout.ahead` 0 and 1. `ideal` is what the first one
-                    allows for the second: the longer one of sampling with the push, and the rest
+server_throughput   seconds for some sequences: vLLM in process, and a server. With `geometric` lengths, each token ends
+                    its sequence with a probability of about 1/128
+server_push         seconds in which a server gets new weights: from the client's memory, and in a body
+server_ahead        GRPO on a server: seconds of a step with `rollout.ahead` 0 and 1. `ideal` is the longer part of a
+                    step with 0: sampling and the new weights, or the rest
 """
 
 from __future__ import annotations
@@ -144,11 +144,14 @@ def push(hidden: int, layers: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = model_of(Path(folder), hidden, layers)
         weights = [(n, w.detach()) for n, w in Qwen3ForCausalLM.from_pretrained(model).named_parameters()]
+        made = {"MB": sum(weight.nbytes for _, weight in weights) / 1e6}
         with serving(model, 8, Path(folder)) as url:
             engine = make_engine("server", model=model, policy=make_policy(CACHE), servers=[url])
-            seconds = median_seconds(lambda: engine.load_weights(iter(weights)))
+            for name, near in (("from memory", True), ("in a body", False)):
+                engine.servers[0].near = near
+                made[name] = median_seconds(lambda: engine.load_weights(iter(weights)))
             engine.close()
-    return {"MB": sum(weight.nbytes for _, weight in weights) / 1e6, "seconds": seconds}
+    return made
 
 
 def ahead(completions: int, steps: int) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """ServerEngine: samples on servers (`sparse-rl serve MODEL --rollouts`), which may be on other machines. No vLLM here.
 
-The client pulls: a server has lanes for twice as many sequences as fit into it, and all lanes take chunks of sequences
-from one queue. Each sequence has its own seed, so it does not matter which server samples it, in which chunk, or how
-often it was lost before. Nothing is believed: an answer that is damaged, late, or sampled with other weights is a
-fault; its chunk goes back to the queue, and the server gets no other one until it has said what it is, and has the
-right weights.
+The client pulls: a server has lanes, tasks with a request each, for twice its `max_batch` of sequences, and all lanes
+take chunks of sequences from one queue. Each sequence has its own seed, so it does not matter which server samples it,
+in which chunk, or how often it was lost before. An answer that is damaged, or sampled with other weights, and a server
+that hangs, are faults: the chunk goes back to the queue, and the server gets none until it has said what it is, and has
+the right weights.
 
 All requests run in one thread with an event loop. So a batch can be under way while the caller does something else.
 """

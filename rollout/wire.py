@@ -7,7 +7,10 @@ Sequences of different lengths are joined in one tensor, whose lengths are in a 
     POST /rollouts    n sequences, see `pack_requests`; answer, when all are done, in their order: `pack_rollouts`
     POST /rollouts/weights?version=N
                       all weights of the model and its scorers under the names of transformers' module, a plain
-                      safetensors file (`pack_weights`); answer, after all that runs has ended: {"version": N}
+                      safetensors file (`pack_weights`); answer, when no sequence runs any more: {"version": N}
+    POST /rollouts/weights?version=N&file=/proc/PID/fd/FD
+                      the same in a file of a client on this machine; if the server cannot read it, it answers at
+                      once with the version that it has
     an error          {"error": {"message": text, "type": text, "code": status}} with status 400 (a wrong body),
                       401 (no key), 409 (the server has other weights than `version`), 500 (a log-prob is not finite),
                       503 (a sequence was aborted, or preempted too often)
@@ -28,7 +31,7 @@ An answer:
     trace.I           uint8 [bytes], the trace of sequence I: a safetensors file of its sections, compressed by zlib,
                       with `sizes` bytes
 
-evict_at travels as uint16 with FAR in place of NEVER, in a sequence shorter than FAR tokens; else as int32, as it is.
+evict_at of a sequence with fewer than FAR tokens is sent as uint16, with FAR for NEVER; else unchanged, as int32.
 """
 
 from __future__ import annotations
@@ -73,8 +76,8 @@ class About(Configuration):
     max_batch : maximum number of sequences that are sampled at the same time
     max_model_len : maximum length of prompt and completion
     running, waiting : numbers of sequences in the engine, and of those that wait for their version
-    requests : number of requests for rollouts that are read, sampled, or answered
-    recorded : number of entries that the workers keep of sequences, 0 if there are none
+    requests : number of open requests for rollouts, each until its answer is sent
+    recorded : number of records that the workers keep; 0 if no sequence is sampled
     scorers : digests of the policy's scorers, as in `Engine.scorer_digests`
     """
 

@@ -1,10 +1,11 @@
 """The routes of a server of rollouts (`sparse-rl serve --rollouts`), in the process of vLLM's own server.
 
 Bodies are those of rollout/wire.py. vLLM's AsyncLLM samples the sequences of a request, and then the workers are asked
-for what they have recorded (`take_rollouts`): vLLM's own outputs do not have the last step's record.
+for what they have recorded (`take_rollouts`): vLLM's own outputs lack what the last step has recorded.
 
-Requests wait for the version of the weights that they ask for; an update of the weights waits for all that runs, also
-requests of other clients, and all others wait for the update. So weights never change under a sequence.
+A request waits at most PATIENCE seconds for its version of the weights; an older one is refused. An update of the
+weights waits until all requests that run have ended, also those of other clients, and all later ones wait for the
+update. So weights never change under a sequence.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def body(draw: random.Random, tokens: int, version: int) -> bytes:
 
 
 async def ask(server: Server, count: int, seed: int) -> Counter[Any]:
-    """Ask for rollouts `count` times. One in ten times, leave before there is an answer, which may be that of a request
-    that waits for other weights. Returns the number of requests for each status, and of clients that have left.
+    """Ask for rollouts `count` times. In one of ten, leave before the answer; the request may be waiting for
+    other weights. Returns the number of requests for each status, and of clients that have left.
     """
     draw, numbers, ends, version = random.Random(seed), iter(range(count)), Counter[Any](), about(server).version
     async with httpx.AsyncClient(base_url=server.url, timeout=None) as http:
@@ -149,7 +149,7 @@ def state(server: Server, folder: Path) -> tuple[dict[str, Any], int]:
 
 
 def test_a_server_keeps_nothing_of_clients_that_leave(pair: Pair) -> None:
-    """After 10,000 requests, a tenth of which are left, and some updates of the weights. Control: in mid-way."""
+    """After 10,000 requests, a tenth of them abandoned, and some updates of the weights. Control: while they run."""
     server, model = pair.servers[0], load_model(pair.model)
     weights = pack_weights(model.named_parameters())
 
