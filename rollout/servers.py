@@ -333,8 +333,8 @@ class ServerEngine:
         return {request.place: one.rollout for request, one in zip(part, answers, strict=True)}
 
     async def _watched(self, server: Server, work: Coroutine[Any, Any, T], batch: Batch | None = None) -> T:
-        """Return the result of a request. Raises Fault if meanwhile the server does not say what it is, or has nothing
-        to do."""
+        """Return the result of a request. Raises Fault if meanwhile the server does not say what it is, has nothing to
+        do, or waits in vain for its engine."""
         task, missed = asyncio.create_task(work), 0
         try:
             while not (await asyncio.wait({task}, timeout=self.beat))[0]:
@@ -342,6 +342,8 @@ class ServerEngine:
                     about = await self._look(server)
                     if batch is not None and not about.requests:
                         raise Fault("it samples nothing, although it was asked to")
+                    if about.silent > self.patience / 2:
+                        raise Fault(f"its engine has not answered for {about.silent:.0f} seconds")
                     missed = 0
                     if batch is not None:
                         batch.life = self.loop.time()

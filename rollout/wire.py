@@ -77,6 +77,7 @@ class About(Configuration):
     max_model_len : maximum length of prompt and completion
     running, waiting : numbers of sequences in the engine, and of those that wait for their version
     requests : number of open requests for rollouts, each until its answer is sent
+    silent : seconds in which the workers have not answered, although sequences run
     recorded : number of records that the workers keep; 0 if no sequence is sampled
     scorers : digests of the policy's scorers, as in `Engine.scorer_digests`
     """
@@ -95,6 +96,7 @@ class About(Configuration):
     running: int = 0
     waiting: int = 0
     requests: int = 0
+    silent: float = 0.0
     recorded: int = 0
     scorers: dict[str, list[str]] = field(default_factory=dict)
     format: int = FORMAT

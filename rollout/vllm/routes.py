@@ -14,8 +14,8 @@ import asyncio
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -92,15 +92,31 @@ class RolloutServer:
         self.requests = 0
         self.free: list[int] = []  # places that were given out before, and are not in use
         self.places = 0  # places that were ever given out
+        self.pinged: float | None = None  # time at which the workers were asked something that they have not answered
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def tell(self) -> About:
         """Return the answer to GET /rollouts. It does not wait for the workers, except for scorers after an update."""
+        now = asyncio.get_running_loop().time()
+        if self.running and self.pinged is None:  # so no update runs, for which the workers could take long
+            self.pinged = now
+            self._in_background(self._ping())
         if self.scorers is None:
             ranks = await self.engine.collective_rpc("scorer_digests")
             self.scorers = {name: [head for rank in ranks for head in rank[name]] for name in ranks[0]}
         names = "version", "running", "waiting", "requests", "recorded", "scorers"
-        return replace(self.about, **{name: getattr(self, name) for name in names})
+        silent = 0.0 if self.pinged is None else now - self.pinged
+        return replace(self.about, silent=silent, **{name: getattr(self, name) for name in names})
+
+    async def _ping(self) -> None:
+        with suppress(Exception):  # requests get it, too
+            await self._take({}, [])
+        self.pinged = None
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     async def counted(self) -> AsyncIterator[None]:
         """Count a request, from its begin until its answer is sent, or the client has left."""
@@ -178,9 +194,7 @@ class RolloutServer:
             lost = [place for place in _with_holders(ours) if place not in lengths]
             ranks = await self._take(lengths, lost)
         except BaseException as error:
-            task = asyncio.create_task(self._forget(ours))  # also if this task is cancelled
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            self._in_background(self._forget(ours))  # also if this task is cancelled
             raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error from None
         self.free += ours
         taken = zip(done, zip(*ranks, strict=True), strict=True)
@@ -291,7 +305,7 @@ class RolloutServer:
                 raise UserError(f"{name!r} has dtype {values.get_dtype()}; send {', '.join(KINDS)}")
         empty = ((name, torch.empty(values.get_shape(), device="meta")) for name, values in slices)
         for _ in self.weights.checked(empty):
-            pass
+            self._in_background(self._ping())
 
     @property
     def most_bytes(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -100,6 +101,22 @@ def test_a_run_stops_if_every_server_keeps_failing(model):
 def test_a_slow_server_is_not_a_failing_one(model):
     with asking(model, StandIn(model, GKV, faults=["slow"] * 3), patience=0.2) as engine:
         assert len(engine.generate(PROMPTS, SAMPLING)) == 6
+
+
+def test_a_server_whose_engine_is_silent_ends_the_run(model):
+    """The server itself answers. Control: for half of the patience, it may be silent."""
+    server = StandIn(model, GKV)
+    with asking(model, server, patience=1) as engine:
+        for silent in (0.4, 0.6):
+            server.about["silent"] = silent
+            with server.lock:
+                batch = engine.begin(PROMPTS, SAMPLING)
+                wait([batch.future], 1.5 if silent < 0.5 else 10)
+                assert batch.future.done() == (silent > 0.5)
+            if silent < 0.5:
+                assert engine.finish(batch)
+        with pytest.raises(StoppedError, match=r"hangs: its engine has not answered for 1 seconds"):
+            engine.finish(batch)
 
 
 def test_a_server_that_comes_back_is_given_the_weights(model):

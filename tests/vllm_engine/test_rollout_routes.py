@@ -334,6 +334,37 @@ def test_a_request_counts_until_its_answer_is_sent_or_its_client_has_left() -> N
         asyncio.run(asyncio.wait_for(test(leaves), 20))
 
 
+def test_a_server_says_for_how_long_its_workers_have_been_silent(served: Callable) -> None:
+    """Controls: workers that answer; a server that samples nothing asks them nothing."""
+
+    async def test(server: Any, engine: Engine) -> None:
+        call, silent = engine.collective_rpc, asyncio.Event()
+
+        async def answer(method: str, args: tuple = ()) -> list[Any]:
+            if silent.is_set():
+                await asyncio.sleep(0.3)
+            return await call(method, args)
+
+        engine.collective_rpc = answer  # type: ignore[method-assign]
+        engine.go_on.clear()
+        task = asyncio.create_task(server.sample(asked(0)))
+        while not engine.running:
+            await asyncio.sleep(0.01)
+        for most in (0.0, 9.0):
+            await server.tell()
+            await asyncio.sleep(0.05)
+            assert most / 180 <= (await server.tell()).silent <= most
+            await asyncio.sleep(0.05)
+            silent.set()
+        silent.clear()
+        engine.go_on.set()
+        await task
+        await asyncio.sleep(0.4)
+        assert (await server.tell()).silent == 0.0 and server.pinged is None
+
+    served(test)
+
+
 def test_a_client_that_leaves_while_it_sends_fills_no_log() -> None:
     """Control: an error."""
     pytest.importorskip("vllm")
