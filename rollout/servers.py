@@ -182,6 +182,7 @@ class ServerEngine:
             "weights": self.identity.fingerprint,
             "dtype": dtype,
             "exact": exact,
+            "format": wire.FORMAT,
         }
         self.version: int | None = None  # of the weights that the servers were given; None: those they began with
         self.weights: BinaryIO | None = None  # the same in a file in memory, where this process gives them to a server
@@ -429,12 +430,12 @@ class ServerEngine:
 
     async def _give(self, server: Server) -> None:
         """Give a server the weights: the path of their file, if it can read it, else their bytes."""
-        file = self.weights
+        file, version = self.weights, self.version  # the next ones may come while these are given
         assert file is not None
         give = partial(server.ask, "POST", "/rollouts/weights")
         if server.near:
-            path = {"version": self.version, "file": f"/proc/{os.getpid()}/fd/{file.fileno()}"}
-            server.near = json.loads(await give(params=path))["version"] == self.version
+            path = {"version": version, "file": f"/proc/{os.getpid()}/fd/{file.fileno()}"}
+            server.near = json.loads(await give(params=path))["version"] == version
         if not server.near:
             size = os.fstat(file.fileno()).st_size
 
@@ -443,7 +444,7 @@ class ServerEngine:
                     yield os.pread(file.fileno(), PIECE, start)
 
             length = {"Content-Length": str(size)}
-            await give(params={"version": self.version}, content=pieces(), headers=length)
+            await give(params={"version": version}, content=pieces(), headers=length)
 
     def _fail(self, server: Server, error: Exception, first: bool = True) -> None:
         """Note a fault. first : False if another request has noted it"""

@@ -17,7 +17,7 @@ Sequences of different lengths are joined in one tensor, whose lengths are in a 
 
 A request:
 
-    header            {"format": 1, "version": of the weights, "sampling": SamplingConfig, "stop": ids of stop tokens}
+    header            {"format": 2, "version": of the weights, "sampling": SamplingConfig, "stop": ids of stop tokens}
     prompts           int32, prompt_lengths int64 [n]
     seeds             int64 [n], the sequences' own seeds
     max_tokens        int64 [n]
@@ -25,7 +25,7 @@ A request:
 
 An answer:
 
-    header            {"format": 1, "reasons": [n], "versions": [n] of [first, last], "sizes": [n] of bytes}
+    header            {"format": 2, "reasons": [n], "versions": [n] of [first, last], "sizes": [n] of bytes}
     ids               int32, lengths int64 [n]
     logprobs          float32 [all tokens, 2]: of the sampling distribution, and before its truncation
     trace.I           uint8 [bytes], the trace of sequence I: a safetensors file of its sections, compressed by zlib,
@@ -55,7 +55,7 @@ from sparse_rl.config import Configuration, Source, as_mapping, build
 from sparse_rl.errors import UserError
 from sparse_rl.trace import NEVER, EvictionTrace
 
-FORMAT = 1
+FORMAT = 2
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 FAR = 2**16 - 1  # NEVER in uint16
 LEVEL = 1  # of zlib

@@ -111,14 +111,14 @@ def fit(recipe: Recipe, config: Any, gpu: float | None = None) -> tuple[Table, l
 
     from sparse_rl.attention.families import is_text_part
     from sparse_rl.commands.memory import ASSUMED_PROMPT, device_memory, host_memory, plan, verdicts
-    from sparse_rl.models.hub import UnavailableError, check_available
+    from sparse_rl.models.hub import check_available
     from sparse_rl.models.load import load_tokenizer
     from trainer.config import LaunchConfig
     from trainer.launch import crowded
 
     run = recipe.resolve(config, cuda=None if gpu is None else True)
     if getattr(recipe, "uses_tools", False):
-        with suppress(UnavailableError):  # the plan then leaves out the schemas of tools
+        with suppress(UserError):  # the plan then leaves out the schemas of tools
             check_available(recipe.model)
             run = replace(run, tokenizer=load_tokenizer(recipe.model))
     device, host = (device_memory(), host_memory()) if gpu is None else (int(gpu * 1e9), None)

@@ -144,6 +144,30 @@ def test_a_server_that_comes_back_is_given_the_weights(model):
         assert (again.pushes, again.about["version"]) == (1, engine.version)
 
 
+def test_weights_that_come_while_a_server_is_given_the_ones_before_are_given_too(model):
+    """It has come back, and is slow to take them. Control: the weights differ."""
+    new, quick, slow = changed(model), StandIn(model, GKV), StandIn(model, GKV)
+    with asking(model, quick, slow, beat=5) as engine:
+        engine.load_weights((name, weight * 2) for name, weight in new.items())
+        back = engine.servers[1]
+        with slow.lock:
+            slow.about["version"] = 0
+            engine.loop.call_soon_threadsafe(engine._fail, back, client.Fault("restarted"))
+            until = time.monotonic() + 10
+            while not slow.requests and time.monotonic() < until:
+                time.sleep(0.01)
+            before = {name: weight.clone() for name, weight in slow.engine.model.named_parameters()}
+            giving = threading.Thread(target=engine.load_weights, args=(new.items(),))
+            giving.start()
+            time.sleep(0.3)
+        giving.join(20)
+        assert slow.about["version"] == quick.about["version"] == engine.version
+        assert back.near
+        now = dict(slow.engine.model.named_parameters())
+        assert all(torch.equal(now[name], weight) for name, weight in new.items())
+        assert not any(torch.equal(now[name], weight) for name, weight in before.items())
+
+
 def test_a_batch_is_under_way_while_the_caller_goes_on(model):
     with asking(model, StandIn(model, GKV, faults=["slow"] * 2)) as engine:
         batch = engine.begin(PROMPTS, SAMPLING)
