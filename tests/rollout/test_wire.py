@@ -130,7 +130,7 @@ def shifted(packed_trace: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (header_with(format=2), "not an answer with rollouts of format 1, but of 2"),
+        (header_with(format=1), "not an answer with rollouts of format 2, but of 1"),
         (header_with(reasons=["length", "abort", "length"]), "sequence 1 .* ended by 'abort'"),
         (header_with(reasons=["length"]), "must have 3 reasons"),
         (header_with(versions=[[0, 0], [0], [0, 0]]), "sequence 1 .* has the versions"),
