@@ -25,7 +25,7 @@ from sparse_rl.commands.main import parse
 from sparse_rl.data.synthetic import EOS_ID, RunningSum
 from sparse_rl.temporary import FOLDER
 
-START = 240  # seconds; a start takes half a minute alone, and minutes while other tests run
+START = 600  # seconds; a start takes half a minute alone, and minutes while other tests run
 
 
 def served_directory(folder: Path, template: str | None = None, poison: int | None = None) -> Path:
