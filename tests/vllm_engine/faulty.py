@@ -104,8 +104,8 @@ import collections, gc, json, os, signal
 
 def count(*_):
     sizes = collections.Counter()
+    gc.unfreeze()  # frozen objects are not listed, nor collected
     gc.collect()
-    gc.unfreeze()  # frozen objects are not listed
     for owner in gc.get_objects():
         if str(type(owner).__module__).startswith(("rollout.", "vllm.")):
             for name, value in list(getattr(owner, "__dict__", {{}}).items()):
