@@ -117,7 +117,8 @@ async def ask(server: Server, count: int, seed: int) -> Counter[Any]:
     other weights. Returns the number of requests for each status, and of clients that have left.
     """
     draw, numbers, ends, version = random.Random(seed), iter(range(count)), Counter[Any](), about(server).version
-    async with httpx.AsyncClient(base_url=server.url, timeout=None) as http:
+    limits = httpx.Limits(keepalive_expiry=2)  # the server closes connections after 5 idle seconds
+    async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
 
         async def lane() -> None:
             for number in numbers:
