@@ -253,5 +253,5 @@ def test_a_server_with_one_entry_more_is_refused(served: tuple[Server, dict[Any,
     given = [r.prompt_ids for r in unchecked], [r.completion_ids for r in unchecked]
     pairs = list(zip(unchecked, here.simulate(*given, temperature=0.9), strict=True))
     evicted = [pair for pair in pairs if len(pair[0].trace) > 90]
-    assert len(evicted) > 4
+    assert len(evicted) >= 4
     assert not any(torch.equal(a.trace.evict_at, b.trace.evict_at) for a, b in evicted)
