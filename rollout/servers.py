@@ -387,7 +387,9 @@ class ServerEngine:
             theirs = getattr(about, name)
             if theirs != ours and ours != "" and theirs != "":  # an empty fingerprint of weights is unknown
                 wrong = f"{server.url} has {name} {theirs}, but this run needs {ours}"
-                raise UserError(f"{wrong}; start it for this run's model and cache", "rollout.servers")
+                raise UserError(
+                    f"{wrong}; start it for this run's model and cache, with the same sparse-rl", "rollout.servers"
+                )
         server.about = about
         return about
 

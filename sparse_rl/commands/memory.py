@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.filesize import decimal as show
+from rich.filesize import decimal
 
 from rollout.context.cache import context_bytes
 from rollout.context.compact import stored_queries
@@ -103,7 +103,7 @@ class Plan:
 def verdict(need: int, have: int, where: str) -> str:
     """Return one line that says whether `need` bytes fit into the `have` bytes of the memory `where`."""
     word = "does not fit" if need > have else "tight" if need > TIGHT * have else "fits"
-    return f"{where}: {word}, about {show(need)} of {show(have)}"
+    return f"{where}: {word}, about {decimal(need)} of {decimal(have)}"
 
 
 def verdicts(made: Plan, launch: LaunchConfig, device: int | None, host: int | None) -> list[str]:
@@ -178,7 +178,7 @@ class _Process:
         if need < pool:
             shared = " and a shared prompt" * any(policy.schedule.evicts for policy in self.policies)
             most = f"the most that {rollout.max_batch} sequences{shared} can fill"
-            pool, source = need, f"{most}; {source} would be {show(pool)}"
+            pool, source = need, f"{most}; {source} would be {decimal(pool)}"
         held = int(pool * beside.per_byte) + beside.requests
         asleep = held if rollout.sleep else 0
         conversations, count = list[Item](), recipe.sequences() or 0
@@ -211,7 +211,7 @@ class _Process:
         state = state_bytes(policy, entries, layers, kv_heads, head_dim)
         state += query_bytes(policy, layers, self.heads, head_dim, self.itemsize)
         name = policy_label(policy) + (f" in {some} layers" if some else "")
-        note = f"{name}: {entries} entries, {show(unit_bytes)} per sequence"
+        note = f"{name}: {entries} entries, {decimal(unit_bytes)} per sequence"
         if isinstance(policy.schedule, GrowingSchedule) and fed > prompt:
             queries = torch.arange(prompt + 1, fed + 1)
             attended = policy.schedule.attended(queries * 0 + prompt, queries).double().mean()
@@ -237,7 +237,7 @@ class _Process:
         if self.windows:
             unit_bytes, entries = window_bytes(self.config, tokens, self.itemsize), min(max(self.windows), tokens)
             note = f"{len(self.windows)} layers with a window of {max(self.windows)} tokens: {entries} entries"
-            note += f", {show(unit_bytes)} per sequence, under any policy"
+            note += f", {decimal(unit_bytes)} per sequence, under any policy"
             name = "the context" if at_once is None else str(at_once)
             yield Item(f"sliding windows of {name}", (at_once or 1) * unit_bytes, when="sampling", note=note)
 
@@ -247,7 +247,7 @@ class _Process:
             recurrent_bytes = recurrent * (8 if self.exact else 4)
             unit_bytes = recurrent_bytes + inputs * self.itemsize
             entries = unit_bytes // cache_bytes(1, *self.shape, self.itemsize)
-            note = f"{show(unit_bytes)} per sequence ({show(recurrent_bytes)} recurrent), as much as {entries:,}"
+            note = f"{decimal(unit_bytes)} per sequence ({decimal(recurrent_bytes)} recurrent), as much as {entries:,}"
             note += " entries of the cache: under a smaller budget, most of the memory of sampling"
             yield Item(f"states of {at_once}", at_once * unit_bytes, when="sampling", note=note)
 
@@ -258,7 +258,7 @@ class _Process:
         stored = max(stored_queries(config, tokens, group) for config in configs)
         counts = {label(config): config.first + config.last + config.kept(tokens) for config in configs}
         most, own = max(counts.values()), ASSUMED_PROMPT + self.recipe.sampling().max_tokens
-        sizes = (f"{name} {show(context_bytes(count, *shape, self.itemsize))}" for name, count in counts.items())
+        sizes = (f"{name} {decimal(context_bytes(count, *shape, self.itemsize))}" for name, count in counts.items())
         answers = at_once * cache_bytes(own, *shape, self.itemsize)
         answers += at_once * cache_bytes(most + own, 1, *shape[1:], self.itemsize)
         answers += at_once * window_bytes(self.config, tokens + own, self.itemsize)  # a row has its own last tokens

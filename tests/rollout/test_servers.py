@@ -214,7 +214,10 @@ def test_other_servers_are_refused_by_what_differs(model, new_model, tmp_path, m
                     refused()
             with pytest.raises(UserError, match=r"prompt 1 has 250 tokens: with max_tokens 8 .* max_model_len 256"):
                 engine.generate([[3], [3] * 250], SAMPLING)
-        server.about["version"] = 4
+        server.about["format"] = 1
+        with pytest.raises(UserError, match=r"has format 1, but this run needs 2; .* with the same sparse-rl"):
+            open_engine(model=model, policy=GKV)
+        server.about |= {"format": 2, "version": 4}
         with closing(open_engine(model=model, policy=GKV)) as engine:
             with pytest.raises(UserError, match="an earlier run has given it"):
                 engine.generate(PROMPTS, SAMPLING)
