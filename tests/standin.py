@@ -176,7 +176,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(*servers: StandIn) -> Iterator[list[str]]:
+def serving(*servers: Any) -> Iterator[list[str]]:
     """Let servers answer in this block. Yields their URLs."""
     for server in servers:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +28,7 @@ from faulty import Proxy, counting, held
 from processes import ROOT, without_launch
 from safetensors.torch import load_file
 from serving import Server, served_directory
+from standin import serving
 
 from rollout import SamplingConfig
 from rollout import servers as client
@@ -316,20 +316,6 @@ class Trouble:
         self.busy.discard(proxy)
 
 
-@contextmanager
-def between(pair: Pair, trouble: Trouble) -> Iterator[list[str]]:
-    """Let proxies that make faults stand before the servers in this block. Yields their URLs."""
-    proxies = [Proxy(server.port, trouble.next_fault) for server in pair.servers]
-    for proxy in proxies:
-        threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield [proxy.url for proxy in proxies]
-    finally:
-        for proxy in proxies:
-            proxy.shutdown()
-            proxy.server_close()
-
-
 def test_thirty_faults_do_not_change_a_run(pair: Pair, tmp_path: Path, monkeypatch: Any) -> None:
     """Servers are killed in different processes. Control: sequences that are cut short, but do not say so."""
     monkeypatch.syspath_prepend(ROOT / "tests/trainer")
@@ -345,7 +331,7 @@ def test_thirty_faults_do_not_change_a_run(pair: Pair, tmp_path: Path, monkeypat
     monkeypatch.setattr(ServerEngine, "_fail", fail_and_note)
 
     def weights(name: str, trouble: Trouble) -> dict[str, torch.Tensor]:
-        with between(pair, trouble) as servers:
+        with serving(*(Proxy(server.port, trouble.next_fault) for server in pair.servers)) as servers:
             train(make_recipe(run_of(pair, tmp_path / name, servers, max_steps=6, save_steps=0)))
             for task in trouble.tasks:
                 task.result()
